@@ -15,12 +15,15 @@ from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.protocol.kvlayout import KvCode
 
-SPLIT = 256  # keys of an item, as in src/attention_pass.h
+SPLIT = 256  # keys of an item, as in src/attention.h
 TOKENS = 32  # queries of a block, as in src/blocks.c
 LANES = 16
+VALUES = 32  # of a latent that are summed at once
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 1024  # of a row that is both K and V; as in src/attention_pass.h
 CODES: dict[KvCode, int] = {"int8": 2, "fp8_e4m3": 3}  # forms of rows, as src/kv_rows.h numbers them
 MAX_GROUP_DIM = 4096  # of the heads that share K and V: a block's sums, 32 floats for each, lie on a thread's stack
+LATENT_QUERIES = 128  # of a block, where all heads of a token share one row
 
 Ints = npt.NDArray[np.int64]
 
@@ -38,7 +41,7 @@ class _Step(ctypes.Structure):
         ("kv", Size),
         ("row_bytes", Size),
         ("page_bytes", Size),
-        ("page_heads", Size),
+        *((name, Size) for name in ("page_heads", "parts", "turning", "value_dim", "block_tokens")),
         ("scale", ctypes.c_double),
         ("soft_cap", ctypes.c_double),
     )
@@ -102,19 +105,24 @@ class PagedAttention:
     ) -> None:
         """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, width of a row].
 
-        It has contiguous pages, or some adjacent heads of such. scoring: scores are times head_dim ** -0.5 unless
-        given.
+        It has contiguous pages, or some adjacent heads of such. Where it has one row of a token in place of two, that
+        is K and V of its only KV head: a latent, and behind it the features that turn, which are no values.
+        scoring: scores are times head_dim ** -0.5 unless given.
         num_ropes: how many its layers have. rows: of the pool, in float32 or bfloat16; unless given, of its own type.
         """
         rows = rows or KvRows(pool.shape[-1], pool.dtype)
-        require_tensor("pool", pool, (None, None, 2, None, None, rows.width), (rows.pool_dtype,))
-        _, num_layers, _, num_kv_heads, page_size, width = pool.shape
+        require_tensor("pool", pool, (None, None, None, None, None, rows.width), (rows.pool_dtype,))
+        _, num_layers, parts, num_kv_heads, page_size, width = pool.shape
+        require(parts == 2 or (parts, num_kv_heads) == (1, 1), f"pool must have K and V, or a row for both: {parts}")
         head_dim = rows.head_dim
         page_heads = pool.stride(2) // (page_size * width)
-        page = pool[0].as_strided((num_layers, 2, page_heads, page_size, width), pool.stride()[1:])
+        page = pool[0].as_strided((num_layers, parts, page_heads, page_size, width), pool.stride()[1:])
         require(page.is_contiguous() and pool.stride(0) >= page.numel(), "pool must have contiguous pages")
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
-        require(serves(head_dim, rows.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
+        most_heads, latent_heads = LATENT_QUERIES if parts == 1 else num_heads, num_heads if parts == 1 else None
+        require(num_heads <= most_heads, f"num_heads must be at most {most_heads} over rows for both, got {num_heads}")
+        most = MAX_HEAD_DIM if parts == 2 else MAX_LATENT_DIM
+        require(serves(head_dim, rows.dtype, latent_heads), f"head_dim must be a multiple of {LANES} to {most}")
         self._pool, self._dtype = pool, rows.dtype
         self._partials = torch.empty(0)
         self._step = _Step(
@@ -122,6 +130,7 @@ class PagedAttention:
             head_dim=head_dim, page_size=page_size, type=DTYPES[rows.dtype],
             kv=DTYPES[rows.dtype] if rows.code is None else CODES[rows.code], row_bytes=width * pool.itemsize,
             page_bytes=pool.stride(0) * pool.itemsize, page_heads=page_heads,
+            parts=parts, block_tokens=TOKENS if parts == 2 else LATENT_QUERIES // num_heads,
             scale=head_dim**-0.5 if scoring is None else scoring.scale,
             soft_cap=0.0 if scoring is None else scoring.soft_cap,
         )  # fmt: skip
@@ -131,14 +140,17 @@ class PagedAttention:
     def plan(self, cos_sin: Sequence[Tensor], targets: Ints, rows: Rows, chunks: Chunks | None = None) -> None:
         """Prepare what the layers of a step share.
 
-        cos_sin: float32 [num_tokens, head_dim], cosines and then sines, of each rope. targets: [num_tokens, 2], the
-        page and the slot that K and V of each token go to.
+        cos_sin: float32 [num_tokens, turning], cosines and then sines, of each rope: all features turn but latents.
+        targets: [num_tokens, 2], the page and the slot that K and V of each token go to.
         """
         step = self._step
         num_tokens, num_rows = len(targets), len(rows.ends)
         require(len(cos_sin) == self._num_ropes, f"cos_sin must be of {self._num_ropes} ropes, got {len(cos_sin)}")
+        step.turning = step.head_dim if step.parts == 2 else cos_sin[0].shape[1]
+        still = step.head_dim - step.turning if step.parts == 1 else step.head_dim
+        step.value_dim = min(-(-still // VALUES) * VALUES, step.head_dim)
         for each in cos_sin:
-            require_tensor("cos_sin", each, (num_tokens, step.head_dim), (torch.float32,))
+            require_tensor("cos_sin", each, (num_tokens, step.turning), (torch.float32,))
         require(targets.shape == (num_tokens, 2), f"targets must be [{num_tokens}, 2], got {targets.shape}")
         require(num_rows <= num_tokens, f"there are {num_rows} rows of {num_tokens} tokens")
         if num_rows:
@@ -161,8 +173,8 @@ class PagedAttention:
             lens = np.diff(chunks.starts)
             num_keys += int((lens * (chunks.positions + lens)).sum())
             arrays |= {
-                "blocks": _blocks(chunks), "chunk_starts": chunks.starts, "chunk_positions": chunks.positions,
-                "chunk_table": chunks.page_table,
+                "blocks": _blocks(chunks, step.block_tokens), "chunk_starts": chunks.starts,
+                "chunk_positions": chunks.positions, "chunk_table": chunks.page_table,
             }  # fmt: skip
             step.num_blocks, step.chunk_table_stride = len(arrays["blocks"]), chunks.page_table.shape[1]
             step.window = chunks.window or 0
@@ -178,11 +190,12 @@ class PagedAttention:
     def run(self, calls: Calls, layer: int, qkv: Tensor, weights: HeadWeights = HeadWeights(), rope: int = 0) -> Tensor:
         """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, of the rows' dtype. rope: which of the
-        planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are planned.
+        qkv: [num_tokens, num_heads + parts * num_kv_heads, head_dim], contiguous, of the rows' dtype. rope: which of
+        the planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are
+        planned. Of a latent's results, features that turn mean nothing.
         """
         step, dtype = self._step, self._dtype
-        num_heads = step.num_heads + 2 * step.num_kv_heads
+        num_heads = step.num_heads + step.parts * step.num_kv_heads
         require_tensor("qkv", qkv, (None, num_heads, step.head_dim), (dtype,))
         require(qkv.is_contiguous(), "qkv must be contiguous")
         require(len(qkv) >= step.num_tokens, f"qkv must be of {step.num_tokens} tokens, got {len(qkv)}")
@@ -205,22 +218,24 @@ class PagedAttention:
         return out
 
 
-def serves(head_dim: int, dtype: torch.dtype) -> bool:
-    """Say whether the library attends with heads of this width in this type."""
-    return head_dim % LANES == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype in DTYPES
+def serves(head_dim: int, dtype: torch.dtype, latent_heads: int | None = None) -> bool:
+    """Say whether the library attends with heads of this width in this type. latent_heads: how many share a latent."""
+    most = MAX_HEAD_DIM if latent_heads is None else MAX_LATENT_DIM
+    fits = latent_heads is None or latent_heads <= LATENT_QUERIES
+    return fits and head_dim % LANES == 0 and 0 < head_dim <= most and dtype in DTYPES
 
 
-def serves_chunks(head_dim: int, group: int, dtype: torch.dtype) -> bool:
+def serves_chunks(head_dim: int, group: int, dtype: torch.dtype, *, latent: bool = False) -> bool:
     """Say whether the library is fastest for chunks of several tokens, too: torch is where it has matrix units."""
-    fits = head_dim % 32 == 0 and head_dim * group <= MAX_GROUP_DIM and dtype == torch.bfloat16
+    fits = head_dim % 32 == 0 and (latent or head_dim * group <= MAX_GROUP_DIM) and dtype == torch.bfloat16
     return fits and not torch.cpu._is_amx_tile_supported()
 
 
-def _blocks(chunks: Chunks) -> Ints:
+def _blocks(chunks: Chunks, tokens: int) -> Ints:
     """Return each block's chunk and first token in it. The longest come first, so that threads end together."""
-    counts = -(-np.diff(chunks.starts) // TOKENS)
+    counts = -(-np.diff(chunks.starts) // tokens)
     of_chunk = np.repeat(np.arange(len(counts)), counts)
-    firsts = (np.arange(len(of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * TOKENS
+    firsts = (np.arange(len(of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
     order = np.argsort(-(chunks.positions[of_chunk] + firsts), kind="stable")
     return np.stack((of_chunk, firsts), axis=1)[order]
 

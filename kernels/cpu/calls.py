@@ -39,6 +39,7 @@ class Kind(IntEnum):
     SUMMING = 17
     RANKS_SUM = 18
     RANKS_GATHER = 19
+    PRODUCT_HEADS = 20
 
 
 class Mixture(ctypes.Structure):
@@ -47,7 +48,7 @@ class Mixture(ctypes.Structure):
     _fields_ = (
         ("chosen", Pointer),
         *((name, Size) for name in ("num_experts", "num_chosen", "by_sigmoid", "normalized")),
-        *((name, Size) for name in ("num_groups", "num_kept_groups", "expert_bytes")),
+        *((name, Size) for name in ("num_groups", "num_kept_groups", "group_best", "expert_bytes")),
         *((name, Pointer) for name in ("shared", "shared_gates", "counts")),
     )
 
@@ -60,7 +61,8 @@ class Call(ctypes.Structure):
         *((name, Pointer) for name in ("out", "x")),
         *((name, Size) for name in ("out_stride", "x_stride", "inputs", "width")),
         *((name, Pointer) for name in ("weights", "bias", "residual")),
-        *((name, Size) for name in ("residual_stride", "after", "activation", "bits", "fp4", "input_bits")),
+        *((name, Size) for name in ("residual_stride", "after", "activation")),
+        *((name, Size) for name in ("num_heads", "x_head", "bits", "fp4", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
         *((name, Size) for name in ("layer", "rope")),
         *((name, Pointer) for name in ("q_norm", "k_norm", "sinks")),

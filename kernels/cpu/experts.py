@@ -31,12 +31,14 @@ class Router:
     scale: float = 1.0
     ranks_bias: Tensor | None = None  # float32 [num_experts]: added to scores where experts are chosen
     logits_bias: Tensor | None = None  # float32 [num_experts]
+    group_best: int = 2  # 1 or 2: so many of a group's ranks are summed to choose groups
 
     def __post_init__(self) -> None:
         require_tensor("weight", self.weight, (None, None), tuple(DTYPES))
         count, (num_groups, kept) = len(self.weight), self.groups
         require(0 < count <= MOST_EXPERTS, f"weight: {count} experts, of at most {MOST_EXPERTS}")
         require(0 < kept <= num_groups and count % num_groups == 0, f"groups: {self.groups} of {count} experts")
+        require(self.group_best in (1, 2), f"group_best must be 1 or 2, got {self.group_best}")
         most = kept * count // num_groups
         require(0 < self.num_chosen <= most, f"num_chosen: {self.num_chosen} of {most} experts")
         for name, bias in (("ranks_bias", self.ranks_bias), ("logits_bias", self.logits_bias)):
@@ -172,7 +174,7 @@ class _Step:
         mixture = Mixture(
             chosen=chosen.data_ptr(), num_experts=count, num_chosen=router.num_chosen, by_sigmoid=router.by_sigmoid,
             normalized=router.normalized, num_groups=router.groups[0], num_kept_groups=router.groups[1],
-            counts=experts.counts.data_ptr(),
+            group_best=router.group_best, counts=experts.counts.data_ptr(),
         )  # fmt: skip
         routing = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=router.scale, mixture=mixture)
         routing.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()

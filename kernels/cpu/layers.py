@@ -7,6 +7,7 @@ alone, not on how many rows there are.
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -74,6 +75,23 @@ class Tiles:
         return self.data.shape[1] * (2 if self.bits == BFLOAT16_BITS else BLOCK)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTiles:
+    """A bfloat16 matrix [width, inputs] of each head, in tiles."""
+
+    data: Tensor  # [num_heads, tiles, inputs / 2, TILE, 2]
+    width: int
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.data.shape[2]
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Self:
+        """weights: bfloat16 [num_heads, width, inputs]; inputs must be even."""
+        return cls(torch.stack([_tiled_pairs(each) for each in weights]), weights.shape[1])
+
+
 def tiled(weight: Tensor, bias: Tensor | None = None) -> Tiles:
     """Put a bfloat16 matrix [width, inputs] into tiles, filled up with zeros; inputs must be even."""
     return Tiles(_tiled_pairs(weight), BFLOAT16_BITS, len(weight), torch.bfloat16, bias)
@@ -119,13 +137,14 @@ def multiply(
     x: Tensor,
     tiles: Tiles,
     residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     finish: Finish = PLAINLY,
 ) -> Tensor:
     """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias, activation, scale and residual, or gated.
 
-    The result has the dtype of x, or without bias, residual and gate the `out_dtype` that is asked for: float32 is what
-    sums are. All that follows a sum is applied to it in float32. The result overwrites the residual, if there is one.
+    out: where the result goes, of the dtype of x, or without bias, residual and gate of float32: that is what sums are;
+    it may be some columns of a wider matrix. All that follows a sum is applied to it in float32. The result overwrites
+    the residual, if there is one.
     Where the weights are codes, the inputs are coded too, with `tiles.input_bits` and a scale for each BLOCK.
     """
     require_tensor("x", x, (None, tiles.inputs), (tiles.dtype,))
@@ -136,12 +155,14 @@ def multiply(
     if tiles.gated:
         require(finish.scale == 1.0 and finish.cap is None, "finish: neither scale nor cap with gated tiles")
         require(finish.activation != Activation.NONE, "finish: gates need an activation")
-    out_dtype = out_dtype or tiles.dtype
     plain = residual is None and tiles.bias is None and not tiles.gated
-    require(plain or out_dtype == tiles.dtype, f"out_dtype must be {tiles.dtype} with bias, residual or gate")
-    out = calls.empty(num_rows, tiles.width, out_dtype) if residual is None else residual
+    if out is None:
+        out = calls.empty(num_rows, tiles.width, tiles.dtype) if residual is None else residual
+    else:
+        require(residual is None, "out: the result of a residual overwrites it")
+        require_tensor("out", out, (num_rows, tiles.width), tuple(DTYPES) if plain else (tiles.dtype,))
     call = Call(
-        kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out_type=DTYPES[out_dtype], out=out.data_ptr(),
+        kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out_type=DTYPES[out.dtype], out=out.data_ptr(),
         x=x.data_ptr(), out_stride=out.stride(0), x_stride=x.stride(0), inputs=inputs, width=tiles.width,
         weights=tiles.data.data_ptr(), bias=None if tiles.bias is None else tiles.bias.data_ptr(),
         after=GATED if tiles.gated else PLAIN, bits=tiles.bits, fp4=tiles.fp4, activation=finish.activation,
@@ -159,6 +180,25 @@ def multiply(
         input_bits=tiles.input_bits,
     )  # fmt: skip
     calls.take(num_rows, coding, call)
+    return out
+
+
+def multiply_heads(calls: Calls, x: Tensor, tiles: HeadTiles, num_more: int = 0) -> Tensor:
+    """Multiply the first inputs of each head: x [num_rows, num_heads, features] -> [num_rows, heads * width].
+
+    The result has room for `num_more` heads, which are not written.
+    """
+    require_tensor("x", x, (None, len(tiles.data), None), (torch.bfloat16,))
+    require(x.shape[2] >= tiles.inputs, f"x must have {tiles.inputs} features in each head, got {x.shape[2]}")
+    num_heads = len(tiles.data)
+    out = calls.empty(len(x), (num_heads + num_more) * tiles.width, torch.bfloat16)
+    dtype = DTYPES[torch.bfloat16]
+    call = Call(
+        kind=Kind.PRODUCT_HEADS, type=dtype, out_type=dtype, out=out.data_ptr(), x=x.data_ptr(),
+        out_stride=out.stride(0), x_stride=x.stride(0), inputs=tiles.inputs, width=tiles.width, scale=1.0,
+        weights=tiles.data.data_ptr(), after=PLAIN, bits=BFLOAT16_BITS, num_heads=num_heads, x_head=x.stride(1),
+    )  # fmt: skip
+    calls.take(len(x), call)
     return out
 
 

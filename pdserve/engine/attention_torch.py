@@ -90,7 +90,7 @@ class TorchAttention:
         if qk_norm is not None and not qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
         rope = self._rope_of_layer[layer]
-        rotate_(qkv[:, : num_heads + num_kv_heads], step.angles[rope])
+        rotate_(qkv[:, : num_heads + num_kv_heads, -self._config.rope_dim :], step.angles[rope])
         if (growth := step.growths[rope]) is not None:
             qkv[:, :num_heads] *= growth
         if qk_norm is not None and qk_norm.after_rope:

@@ -33,7 +33,7 @@ from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
-from pdserve.kernels.cpu.layers import Tiles
+from pdserve.kernels.cpu.layers import HeadTiles, Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
@@ -128,7 +128,7 @@ def is_compiled(model: Model) -> bool:
     config = model.config
     wide = model.rank.size > 1 and config.design.has_wide_norms
     of_torch = config.attends_in_torch or config.has_states or wide
-    return not of_torch and all(isinstance(own_part(matrix), Tiles) for matrix in model.matrices())
+    return not of_torch and all(isinstance(own_part(matrix), Tiles | HeadTiles) for matrix in model.matrices())
 
 
 class Runner:
@@ -271,10 +271,11 @@ def _attention(
 
 def compiled_attention(config: ModelConfig, rows: KvRows) -> Callable[[LayerKind], CompiledAttention] | None:
     """Return what makes attention of compiled kernels; None where they do not serve such heads."""
-    loaded = library()
-    if isinstance(loaded, Missing) or config.attends_in_torch or not serves(config.head_dim, rows.dtype):
+    loaded, group = library(), config.num_heads // config.num_kv_heads
+    serves_rows = serves(config.head_dim, rows.dtype, config.num_heads if config.is_latent else None)
+    if isinstance(loaded, Missing) or config.attends_in_torch or not serves_rows:
         return None
-    with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, rows.dtype)
+    with_chunks = serves_chunks(config.head_dim, group, rows.dtype, latent=config.is_latent)
     return partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
 
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
+LATENT_ROWS = ", latents first"  # as well: workers whose rows begin with other features are not paired
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
@@ -66,7 +67,8 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     products = quantization if quantization == "none" else f"{quantization} x {config.quantized_inputs} bits"
     logger.info("dtype %s: %s; quantization %s", dtype, because, products)
     source = DUMMY if config.load_format == "dummy" else config.load_format
-    weights_hash = weights_hash or f"{checkpoint.fingerprint} {source} {config.seed} {products}"
+    rows = LATENT_ROWS if checkpoint.config.is_latent else ""
+    weights_hash = weights_hash or f"{checkpoint.fingerprint} {source} {config.seed} {products}{rows}"
     return Form(checkpoint, dtype, quantization, weights_hash)
 
 

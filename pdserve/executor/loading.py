@@ -221,10 +221,13 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
-    if model.attends_in_torch or model.has_states:
-        attention = "latent attention" if model.is_latent else "windows that begin at multiples of their length"
-        lacking = f"no {attention}" if model.attends_in_torch else "no layers with a state"
-        raise ConfigError(f"device: {config.device} does not serve this model: its kernels have {lacking} yet")
+    kinds = {
+        "latent attention": model.is_latent,
+        "windows that begin at multiples of their length": model.attends_in_torch,
+        "layers with a state": model.has_states,
+    }
+    if lacking := next((kind for kind, has in kinds.items() if has), None):
+        raise ConfigError(f"device: {config.device} does not serve this model: its kernels have no {lacking} yet")
     longest = model.longest_without_growth
     asked = config.max_model_len or model.max_position_embeddings
     if longest is not None and asked > longest:

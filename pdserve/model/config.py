@@ -146,7 +146,7 @@ class ModelConfig:
         if latents := {each for each in design.attentions if isinstance(each, LatentAttention)}:
             (latent,) = latents
             num_kv_heads, head_dim = 1, latent.row_width  # as its absorbed form has them
-        _check_ropes(fields, design, head_dim)
+        _check_ropes(fields, design, latent.turning if latents else head_dim)
         read = cls(
             architecture=architecture,
             vocab_size=fields.positive("vocab_size"),
@@ -172,8 +172,14 @@ class ModelConfig:
 
     @property
     def attends_in_torch(self) -> bool:
-        """Say whether no kernel serves its attention: that of latents, and windows that begin at multiples."""
-        return self.is_latent or any(each.scores.aligned for each in self.design.attentions if each is not None)
+        """Say whether no kernel serves its attention: windows that begin at multiples of their length."""
+        return any(each.scores.aligned for each in self.design.attentions if each is not None)
+
+    @property
+    def rope_dim(self) -> int:
+        """Return how many features of a head ropes are of: the last ones of a latent's row, else all."""
+        latent = next((each for each in self.design.attentions if isinstance(each, LatentAttention)), None)
+        return self.head_dim if latent is None else latent.turning
 
     @property
     def longest_without_growth(self) -> int | None:

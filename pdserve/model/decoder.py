@@ -17,7 +17,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.mlp import CompiledExperts, Experts
-from pdserve.model.ops import DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
+from pdserve.model.ops import DeviceOps, Held, Linear, Norm, Ops, weight_bytes
 from pdserve.model.ops_cpu import CompiledOps
 from pdserve.model.parallel import Collective, vocab_parallel
 from pdserve.model.parts import Parts
@@ -77,7 +77,7 @@ class Decoder:
     def normed(self, hidden: Tensor) -> Tensor:
         return self.ops.norm(hidden, self.final_norm)
 
-    def matrices(self) -> Iterator[Linear | GateUp]:
+    def matrices(self) -> Iterator[Held]:
         yield from (self.embedding, self.lm_head)
         for layer in self.layers:
             yield from layer.matrices()
@@ -167,5 +167,5 @@ def _embedding_scale(of: design.Embedding, dtype: torch.dtype) -> float:
 def _ropes(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
     """Return the rope of each layer; of one without attention, another's."""
     configs = [None if each is None else each.rope for each in config.design.attentions]
-    ropes = {each: Rope(config.head_dim, each, device) for each in dict.fromkeys(configs) if each is not None}
+    ropes = {each: Rope(config.rope_dim, each, device) for each in dict.fromkeys(configs) if each is not None}
     return tuple(next(iter(ropes.values())) if each is None else ropes[each] for each in configs)

@@ -97,7 +97,7 @@ class LatentAttention:
     its values are products. So queries meet rows if those products are taken into the queries and the outputs.
     """
 
-    rope: RopeConfig  # over a whole row
+    rope: RopeConfig  # of the features that turn alone
     q_rank: int | None  # of queries' own latent; None: they are products of the layer's input
     kv_rank: int  # of keys' and values' latent
     still: int  # features of a head's query that do not turn

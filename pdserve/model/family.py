@@ -12,7 +12,7 @@ from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized
+from pdserve.model.ops import Dense, Held, Linear, Matrix, Quantized
 from pdserve.model.rope import Rope
 from pdserve.model.taps import Tap
 from pdserve.model.weights import COLUMNS, Rank, Shard, Weights
@@ -187,7 +187,7 @@ class Model(Protocol):
         """Return rows that `hidden` has returned behind the last norm, which is what embeddings are made of."""
         ...
 
-    def matrices(self) -> Iterator[Linear | GateUp]:
+    def matrices(self) -> Iterator[Held]:
         """Yield all that is multiplied."""
         ...
 

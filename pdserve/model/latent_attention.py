@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pdserve.model import design
 from pdserve.model.attention import Attention
-from pdserve.model.ops import Linear, Ops, RmsNorm, decoded
+from pdserve.model.heads import HeadLinear
+from pdserve.model.ops import Linear, Ops, RmsNorm, decoded, rows_of
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.rope import order
@@ -35,52 +36,55 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """The attention of a layer. Features of rows and of queries are in the order in which the rope turns them."""
+    """The attention of a layer. A row is a latent and, behind it, the key that turns, in the order of the rope."""
 
+    num_heads: int
     queries: Queries
-    row: Linear  # [kv_rank + turning, hidden_size]: the latent, then the key that turns
+    row: Linear  # [kv_rank + turning, hidden_size]
     row_norm: RmsNorm  # of the latent
-    order: Tensor  # int64 [row_width]: of a row that begins with the key that turns
-    into_rows: Tensor  # [num_heads, still + turning, row_width]: what each query's features are over rows
-    out_of_rows: Tensor  # [num_heads, row_width, value_dim]: what each head's output is of its sum of rows
+    into_rows: HeadLinear  # [num_heads, kv_rank + turning, still + turning]: what a query's features are over rows
+    out_of_rows: HeadLinear  # [num_heads, value_dim, kv_rank]: what a head's output is of its sum of latents
     o: Linear
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return what each token attends to, before `o`: [num_tokens, num_heads * value_dim]."""
-        num_heads, width, row_width = self.into_rows.shape
-        q = self.queries.of(ops, x).view(len(x), num_heads, width)
-        rank = len(self.row_norm.weight)
-        latent, turning = ops.linear(x, self.row).split((rank, row_width - rank), -1)
-        latent = ops.norm(latent.contiguous(), self.row_norm)
-        heads = x.new_empty((len(x), num_heads + 1, row_width))
-        heads[:, :num_heads] = torch.bmm(q.transpose(0, 1), self.into_rows).transpose(0, 1)
-        heads[:, num_heads] = torch.cat((turning, latent), -1).index_select(1, self.order)
-        sums = attention.run(index, heads, None).view(len(x), num_heads, row_width)
-        return torch.bmm(sums.transpose(0, 1), self.out_of_rows).transpose(0, 1).reshape(len(x), -1)
+        queries = self.queries.of(ops, x)
+        flat = ops.linear_heads(queries.view(len(x), self.num_heads, -1), self.into_rows, num_more=1)
+        heads = flat.view(len(x), self.num_heads + 1, -1)
+        row = heads[:, -1]
+        ops.linear_into(row, x, self.row)
+        ops.norm_(row[:, : len(self.row_norm.weight)], self.row_norm)
+        sums = attention.run(index, heads, None)
+        return ops.linear_heads(sums.view(len(x), self.num_heads, -1), self.out_of_rows)
 
-    def matrices(self) -> Iterator[Linear]:
-        """Yield what operations multiply; the products with rows are apart."""
+    def matrices(self) -> Iterator[Linear | HeadLinear]:
         if self.queries.down is not None:
             yield self.queries.down
-        yield from (self.queries.up, self.row, self.o)
+        yield from (self.queries.up, self.row, self.into_rows, self.out_of_rows, self.o)
 
     @classmethod
     def build(cls, of: design.LatentAttention, parts: Parts) -> Self:
-        config, prefix, tensors, held = parts.config, f"{parts.prefix}self_attn.", parts.tensors, parts.ops.held
+        config, prefix, tensors, ops = parts.config, f"{parts.prefix}self_attn.", parts.tensors, parts.ops
         num_heads, hidden, rank = config.num_heads, config.hidden_size, parts.rank
         row = tensors.take_matrix(f"{prefix}kv_a_proj_with_mqa", of.row_width, hidden, bias=of.bias)
         norm = RmsNorm(tensors.take(f"{prefix}kv_a_layernorm.weight", (of.kv_rank,)), of.eps)
         each = of.still + of.value_dim
         up = tensors.take_matrix(f"{prefix}kv_b_proj", num_heads * each, of.kv_rank, shard=rank.rows(each))
+        found = order(of.turning, of.rope)
+        turning = torch.arange(of.turning) if found is None else found
         expanding = decoded(up).data
-        found = order(of.row_width, of.rope)
-        features = torch.arange(of.row_width) if found is None else found
-        into, out_of = _absorbed(expanding.view(len(expanding) // each, each, -1), of, features.to(expanding.device))
+        expanding = expanding.view(len(expanding) // each, each, -1)
         shard = rank.columns(of.value_dim)
         o = tensors.take_matrix(f"{prefix}o_proj", hidden, num_heads * of.value_dim, bias=of.bias, shard=shard)
-        queries = _queries(of, parts, prefix)
-        o_held = row_parallel(held(o), rank)
-        return cls(queries, held(row), norm, features.to(expanding.device), into, out_of, o_held)
+        return cls(
+            num_heads=len(expanding),
+            queries=_queries(of, parts, prefix),
+            row=ops.held(rows_of(row, torch.cat((torch.arange(of.kv_rank), of.kv_rank + turning)))),
+            row_norm=norm,
+            into_rows=ops.held_heads(_into_rows(expanding[:, : of.still], turning)),
+            out_of_rows=ops.held_heads(expanding[:, of.still :].contiguous()),
+            o=row_parallel(ops.held(o), rank),
+        )
 
 
 def _queries(of: design.LatentAttention, parts: Parts, prefix: str) -> Queries:
@@ -95,19 +99,13 @@ def _queries(of: design.LatentAttention, parts: Parts, prefix: str) -> Queries:
     return Queries(held(down), norm, held(up))
 
 
-def _absorbed(expanding: Tensor, of: design.LatentAttention, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return products over rows. expanding: [num_heads, still + value_dim, kv_rank], keys and then values.
+def _into_rows(keys: Tensor, turning: Tensor) -> Tensor:
+    """Return what queries are over rows. keys: [num_heads, still, kv_rank]; turning: the order of features that turn.
 
-    features: which of [the key that turns, latent] each feature of a row is. A query's features are those that stay
-    still, and then those that turn.
+    A query's features are those that stay still, and then those that turn.
     """
-    num_heads, _, rank = expanding.shape
-    if rank == 0:  # from a source that only notes what is taken
-        return expanding, expanding
-    into = expanding.new_zeros((num_heads, of.still + of.turning, of.turning + rank))
-    into[:, : of.still, of.turning :] = expanding[:, : of.still]
-    turning = torch.arange(of.turning)
-    into[:, of.still + turning, turning] = 1.0
-    out_of = expanding.new_zeros((num_heads, of.turning + rank, of.value_dim))
-    out_of[:, of.turning :] = expanding[:, of.still :].transpose(1, 2)
-    return into[:, :, features].contiguous(), out_of[:, features].contiguous()
+    num_heads, still, rank = keys.shape
+    into = keys.new_zeros((num_heads, rank + len(turning), still + len(turning)))
+    into[:, :rank, :still] = keys.transpose(1, 2)
+    into[:, rank + torch.arange(len(turning)), still + turning] = 1.0
+    return into

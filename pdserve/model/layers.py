@@ -12,7 +12,8 @@ from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.mlp import Mlp, build_mlp
 from pdserve.model.ops import (
-    GateUp,
+    Dense,
+    Held,
     Linear,
     Matrix,
     Norm,
@@ -20,9 +21,9 @@ from pdserve.model.ops import (
     QkNorm,
     Quantized,
     RmsNorm,
+    decoded,
     joined,
     rows_of,
-    side_by_side,
 )
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
@@ -88,7 +89,7 @@ class SelfAttention:
             bias=of.o_bias,
             shard=rank.columns(unit * head_dim),
         )
-        o = o if other is None else side_by_side(o, other)
+        o = o if other is None else _side_by_side(o, other)
         sinks = None
         if of.scores.has_sinks:
             sinks = parts.tensors.take(f"{prefix}sinks", (config.num_heads,), rank.rows(unit), exact=True)
@@ -136,7 +137,7 @@ class MixesTokens(Protocol):
         """Return what each token attends to, before `o`."""
         ...
 
-    def matrices(self) -> Iterator[Linear]:
+    def matrices(self) -> Iterator[Held]:
         """Yield all that is multiplied."""
         ...
 
@@ -169,7 +170,7 @@ class Sequential:
             return self.mlp.forward(ops, x, hidden, scale)
         return ops.norm_add(self.mlp.forward(ops, x, None), self.after_mlp, hidden)
 
-    def matrices(self) -> Iterator[Linear | GateUp]:
+    def matrices(self) -> Iterator[Held]:
         yield from (*self.attention.matrices(), *self.mlp.matrices())
 
     @classmethod
@@ -203,7 +204,7 @@ class Parallel:
             return hidden
         return self.mlp.forward(ops, x, ops.linear_add(mixed, self.attention.o, hidden))
 
-    def matrices(self) -> Iterator[Linear | GateUp]:
+    def matrices(self) -> Iterator[Held]:
         yield from (*self.attention.matrices(), *self.mlp.matrices())
 
     @classmethod
@@ -263,6 +264,11 @@ def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list
         matrices.append(rows_of(fused, slice(first + span.start, first + span.stop)))
         first += width
     return matrices
+
+
+def _side_by_side(first: Matrix, second: Matrix) -> Matrix:
+    """Return one matrix that adds the products of two, without biases, whose inputs lie side by side."""
+    return Dense(torch.cat((decoded(first).data, decoded(second).data), 1))
 
 
 def _in_each_head(features: Tensor, matrix: Matrix) -> Tensor:

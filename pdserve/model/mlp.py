@@ -205,12 +205,12 @@ class Experts:
         if ops.stacks_experts:
             return CompiledExperts(_stacked(router, bias, of, made), shared)
         first = next(made)
-        by_torch = of.weighs_inputs or (routing.group_best != 2 and routing.groups[1] < routing.groups[0])
-        if not by_torch and isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
+        if not of.weighs_inputs and isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
             rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
-            added = None if router.bias is None else router.bias.float()
+            biases = bias, None if router.bias is None else router.bias.float()
+            chooses = Router(router.data, *rule, *biases, routing.group_best)
             try:
-                tiled = _tiled(Router(router.data, *rule, bias, added), of.expert.activation, chain((first,), made))
+                tiled = _tiled(chooses, of.expert.activation, chain((first,), made))
             except ValueError as error:
                 raise ConfigError(f"{prefix}experts: {error}") from error
             return CompiledExperts(tiled, shared)

@@ -3,7 +3,6 @@
 The type of a weight decides which product a linear takes, so a model's file names neither devices nor precisions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +13,11 @@ from torch.nn import functional
 from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Tiles
+from pdserve.model import onednn
 from pdserve.model.activations import MlpActivation, activate, bent_times, swiglu_oai
 from pdserve.model.design import Activation, Routing
 from pdserve.model.groups import Groups, joined_groups
+from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.parallel import RowParallel, VocabParallel
 from pdserve.model.routing import routed
 
@@ -59,6 +60,9 @@ class GateUp:
 
     gate: Packed
     up: Packed
+
+
+Held = Linear | GateUp | HeadLinear  # all that is multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,17 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
 
+    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
+        """Write linear(x) into some columns of a wider matrix."""
+        ...
+
+    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
+        """Multiply the first features of each head: [num_tokens, num_heads, features] -> [num_tokens, heads * width].
+
+        The result has room for `num_more` heads behind, which are not written.
+        """
+        ...
+
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         """Return linear(x) * scale, and of that cap * tanh(it / cap) where there is a soft cap.
 
@@ -177,6 +192,10 @@ class DeviceOps(Ops, Protocol):
         """Return the matrices of a gated unit as this device multiplies them: joined into one, or apart."""
         ...
 
+    def held_heads(self, weight: Tensor) -> HeadLinear:
+        """Return a matrix of each head, [num_heads, width, inputs], as the type that this device multiplies."""
+        ...
+
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         """Return the embedding as a table to look rows up in, and the head if it is tied to the embedding."""
         ...
@@ -196,13 +215,16 @@ class TorchOps:
 
     def held(self, weight: Matrix) -> Linear:
         matrix = decoded(weight)
-        return _packed(matrix) if packs(matrix.data) else matrix
+        return _packed(matrix) if onednn.packs(matrix.data) else matrix
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         first, second = decoded(gate), decoded(up)
-        if packs(first.data):
+        if onednn.packs(first.data):
             return GateUp(_packed(first), _packed(second))
         return joined(first, second)
+
+    def held_heads(self, weight: Tensor) -> HeadLinear:
+        return HeadDense(weight)
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         matrix = decoded(weight)
@@ -230,16 +252,22 @@ class TorchOps:
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         if isinstance(weight, Packed):
-            return _unary(x, weight.data, weight.bias, "none", [], "")
+            return onednn.unary(x, weight.data, weight.bias, "none", [], "")
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
+
+    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
+        out.copy_(self.linear(x, weight))
+
+    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
+        return multiply_heads(x, weight, num_more)
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         return capped(times(self.linear(x, weight), scale), cap)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(weight, Packed) and scale == 1.0:
-            return _binary(x, residual, weight.data, weight.bias, "add")
+            return onednn.binary(x, residual, weight.data, weight.bias, "add")
         return times(self.linear(x, weight), scale).add_(residual)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -257,11 +285,11 @@ class TorchOps:
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):
             is_silu = activation is Activation.SILU  # which is fused with the product
-            gate = _unary(x, weight.gate.data, weight.gate.bias, "swish" if is_silu else "none", [], "")
+            gate = onednn.unary(x, weight.gate.data, weight.gate.bias, "swish" if is_silu else "none", [], "")
             if activation is Activation.SWIGLU_OAI:
                 return swiglu_oai(gate, self.linear(x, weight.up))
             gate = gate if is_silu else activate(gate, activation)
-            return _binary(x, gate, weight.up.data, weight.up.bias, "mul")
+            return onednn.binary(x, gate, weight.up.data, weight.up.bias, "mul")
         gate, up = self.linear(x, weight).chunk(2, -1)
         return bent_times(gate, up, activation)
 
@@ -279,7 +307,7 @@ def times(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x.mul_(scale)
 
 
-def weight_bytes(weight: Linear | GateUp) -> int:
+def weight_bytes(weight: Held) -> int:
     """Return the bytes of a matrix, its bias aside."""
     match weight:
         case GateUp(gate, up):
@@ -318,22 +346,5 @@ def joined(*weights: Matrix) -> Matrix:
     return Dense(torch.cat([decoded(weight).data for weight in weights]), bias)
 
 
-def side_by_side(first: Matrix, second: Matrix) -> Matrix:
-    """Return one matrix that adds the products of two, without biases, whose inputs lie side by side."""
-    return Dense(torch.cat((decoded(first).data, decoded(second).data), 1))
-
-
-# These apply the operation that follows a product to its float32 sums, before rounding.
-_unary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-_binary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
-
-
 def _packed(matrix: Dense) -> Packed:
-    return Packed(torch.ops.mkldnn._reorder_linear_weight(matrix.data.contiguous()), matrix.bias)
-
-
-def packs(data: Tensor) -> bool:
-    """Say whether this machine multiplies packed weights of the matrix's dtype."""
-    if data.device.type != "cpu" or data.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return Packed(onednn.packed(matrix.data), matrix.bias)

@@ -13,6 +13,7 @@ from pdserve.kernels.cpu.layers import (
     MAX_INPUTS,
     Activation,
     Finish,
+    HeadTiles,
     Tiles,
     interleaved,
     layer_norm,
@@ -20,6 +21,7 @@ from pdserve.kernels.cpu.layers import (
     multiplies_bfloat16,
     multiplies_bytes,
     multiply,
+    multiply_heads,
     rms_norm,
     rms_norm_,
     tiled,
@@ -30,6 +32,8 @@ from pdserve.kernels.cpu.library import DTYPES
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
 from pdserve.model.groups import Groups, alike
+from pdserve.model.heads import HeadDense, HeadLinear
+from pdserve.model.onednn import packs
 from pdserve.model.ops import (
     Dense,
     GateUp,
@@ -42,7 +46,6 @@ from pdserve.model.ops import (
     Quantized,
     RmsNorm,
     TorchOps,
-    packs,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,10 +78,18 @@ class CompiledOps:
         assert isinstance(weight, Tiles)
         return multiply(self._calls, x, weight)
 
+    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
+        assert isinstance(weight, Tiles)
+        multiply(self._calls, x, weight, out=out)
+
+    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
+        assert isinstance(weight, HeadTiles)
+        return multiply_heads(self._calls, x, weight, num_more)
+
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         assert isinstance(weight, Tiles)
-        out_dtype = torch.float32 if weight.bias is None else weight.dtype
-        return multiply(self._calls, x, weight, None, out_dtype, Finish(scale=scale, cap=cap))
+        out = self._calls.empty(len(x), weight.width, torch.float32 if weight.bias is None else weight.dtype)
+        return multiply(self._calls, x, weight, None, out, Finish(scale=scale, cap=cap))
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
@@ -134,18 +145,21 @@ class CpuOps:
             data = tiled_codes(*_tensors(groups))
             bits, width = groups.bits, groups.shape[0]
             return Tiles(data, bits, width, weight.dtype, weight.bias, input_bits=self._input_bits, fp4=groups.fp4)
-        return tiled(weight.data, weight.bias) if self._fits(weight) else self._torch.held(weight)
+        return tiled(weight.data, weight.bias) if self._fits(weight.data) else self._torch.held(weight)
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         if isinstance(gate, Quantized) and isinstance(up, Quantized):
             return _quantized_gate_up(gate, up, self._input_bits)
-        if isinstance(gate, Dense) and isinstance(up, Dense) and self._fits(gate):
+        if isinstance(gate, Dense) and isinstance(up, Dense) and self._fits(gate.data):
             bias = None if gate.bias is None or up.bias is None else (gate.bias, up.bias)
             return tiled_gate_up(gate.data, up.data, bias)
         return self._torch.held_gate_up(gate, up)
 
+    def held_heads(self, weight: Tensor) -> HeadLinear:
+        return HeadTiles.of(weight) if self._fits(weight) else HeadDense(weight)
+
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
-        if isinstance(weight, Quantized) or self._fits(weight):
+        if isinstance(weight, Quantized) or self._fits(weight.data):
             held = self.held(weight)
             return held, held if tied else None
         return self._torch.held_embedding(weight, tied=tied)
@@ -164,6 +178,12 @@ class CpuOps:
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return self._with(weight).linear(x, weight)
+
+    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
+        self._with(weight).linear_into(out, x, weight)
+
+    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
+        return self._with(weight).linear_heads(x, weight, num_more)
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         return self._with(weight).logits(x, weight, scale, cap)
@@ -188,8 +208,8 @@ class CpuOps:
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return self._with(weight).activated(x, weight, activation)
 
-    def _with(self, weight: Linear | GateUp) -> Ops:
-        return self._compiled if isinstance(weight, Tiles) else self._torch
+    def _with(self, weight: Linear | GateUp | HeadLinear) -> Ops:
+        return self._compiled if isinstance(weight, Tiles | HeadTiles) else self._torch
 
     def _over(self, x: Tensor) -> Ops:
         return self._compiled if x.dtype in DTYPES else self._torch
@@ -206,11 +226,11 @@ class CpuOps:
                 "this processor has no dot products of %s (%s, or Arm's): steps take longer", kind, instructions
             )
 
-    def _fits(self, weight: Dense) -> bool:
+    def _fits(self, data: Tensor) -> bool:
         """Say whether a matrix is multiplied in tiles. Others take oneDNN's products if there are any."""
-        inputs = weight.data.shape[1]
-        fits = weight.data.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
-        return fits and not self._has_units and (self._multiplies_bfloat16 or not packs(weight.data))
+        inputs = data.shape[-1]
+        fits = data.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
+        return fits and not self._has_units and (self._multiplies_bfloat16 or not packs(data))
 
 
 def _quantized_gate_up(gate: Quantized, up: Quantized, input_bits: int) -> Tiles:

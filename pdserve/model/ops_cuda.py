@@ -9,6 +9,7 @@ from pdserve.kernels.experts import Added, Grouped, grouped_product, summed
 from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.model.activations import MlpActivation, activate, bent_times
 from pdserve.model.design import Activation, Routing
+from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.ops import (
     Dense,
     ExpertStack,
@@ -39,6 +40,9 @@ class CudaOps:
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         return joined(decoded(gate), decoded(up))
 
+    def held_heads(self, weight: Tensor) -> HeadLinear:
+        return HeadDense(weight)
+
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         matrix = decoded(weight)
         return matrix, matrix if tied else None
@@ -65,6 +69,12 @@ class CudaOps:
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         return capped(times(self.linear(x, weight), scale), cap)
+
+    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
+        out.copy_(self.linear(x, weight))
+
+    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
+        return multiply_heads(x, weight, num_more)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Add the products to the residual before rounding."""

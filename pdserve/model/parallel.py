@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.cpu.calls import Calls
-    from pdserve.model.ops import GateUp, Linear
+    from pdserve.model.ops import Held, Linear
 
 
 class Collective(Protocol):
@@ -68,6 +68,6 @@ def vocab_parallel(weight: "Linear", rank: Rank, vocab_size: int) -> "Linear":
     return VocabParallel(own, first, vocab_size)
 
 
-def own_part(weight: "Linear | GateUp") -> "Linear | GateUp":
+def own_part(weight: "Held") -> "Held":
     """Return what a rank itself multiplies of a matrix."""
     return weight.weight if isinstance(weight, RowParallel | VocabParallel) else weight

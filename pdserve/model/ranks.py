@@ -8,6 +8,7 @@ from pdserve.kernels.cpu.experts import SharedRows
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.activations import MlpActivation
 from pdserve.model.design import Activation, Routing
+from pdserve.model.heads import HeadLinear
 from pdserve.model.ops import Dense, GateUp, Linear, Mixture, Norm, Ops, RmsNorm, dense
 from pdserve.model.parallel import Collective, RowParallel, VocabParallel
 
@@ -55,6 +56,12 @@ class RankedOps:
         if not isinstance(weight, RowParallel):
             return self._ops.linear(x, weight)
         return self.all_reduce(self._ops.linear(x, weight.weight))
+
+    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
+        self._ops.linear_into(out, x, weight)
+
+    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
+        return self._ops.linear_heads(x, weight, num_more)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         if not isinstance(weight, RowParallel):

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Immediate
-from pdserve.kernels.cpu.layers import PLAINLY, Activation, Finish, Tiles, look_up, multiply, tiled, tiled_gate_up
+from pdserve.kernels.cpu.layers import (
+    PLAINLY,
+    Activation,
+    Finish,
+    HeadTiles,
+    Tiles,
+    look_up,
+    multiply,
+    multiply_heads,
+    tiled,
+    tiled_gate_up,
+)
 
 SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576)]
 NUM_ROWS = [0, 1, 4, 5, 12, 13, 40, 500]
@@ -61,7 +72,7 @@ def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, num_rows: in
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_float32_results_are_the_sums_before_rounding(products: Products, num_rows: int) -> None:
     weight, x = normal(1, 45, 64), normal(2, num_rows, 64)
-    found = multiply(products.calls, x, tiled(weight), out_dtype=torch.float32)
+    found = multiply(products.calls, x, tiled(weight), out=torch.empty(num_rows, 45))
     torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
     assert torch.equal(found.bfloat16(), products.product(x, tiled(weight)))
 
@@ -120,3 +131,23 @@ def test_what_does_not_fit_is_refused_by_name(products: Products) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             bad()
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(("num_heads", "width", "inputs"), [(1, 32, 2), (3, 45, 24), (16, 576, 192)])
+def test_each_head_is_multiplied_with_its_own_matrix(
+    products: Products, num_heads: int, width: int, inputs: int, num_rows: int
+) -> None:
+    weights, x = normal(1, num_heads, width, inputs), normal(2, num_rows, num_heads, inputs + 8)
+    found = multiply_heads(products.calls, x, HeadTiles.of(weights), num_more=1)
+    assert found.shape == (num_rows, (num_heads + 1) * width)
+    expected = torch.einsum("nhi,hwi->nhw", x[..., :inputs].double(), weights.double()).flatten(1)
+    torch.testing.assert_close(found[:, :-width].double(), expected, **CLOSE)
+
+
+def test_a_product_may_fill_some_columns_of_a_wider_matrix(products: Products) -> None:
+    x, weight, wide = normal(1, 5, 64), tiled(normal(2, 45, 64)), torch.full((5, 60), 7.0, dtype=torch.bfloat16)
+    multiply(products.calls, x, weight, out=wide[:, 10:55])
+    assert torch.equal(wide[:, 10:55], multiply(products.calls, x, weight))
+    assert (wide[:, :10] == 7.0).all()
+    assert (wide[:, 55:] == 7.0).all()

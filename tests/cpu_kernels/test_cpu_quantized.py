@@ -133,7 +133,7 @@ def test_float32_results_of_bfloat16_inputs_are_the_sums_before_rounding(
     parts, _ = coded(1, 45, 96, code)
     tiles = Tiles(tiled_codes(*parts), code.bits, 45, torch.bfloat16, fp4=code.fp4)
     x = torch.randn(num_rows, 96, generator=generator(2)).bfloat16()
-    found = multiply(calls, x, tiles, out_dtype=torch.float32)
+    found = multiply(calls, x, tiles, out=torch.empty(num_rows, 45))
     assert torch.equal(found, multiply(calls, x.float(), replace(tiles, dtype=torch.float32)))
     assert torch.equal(found.bfloat16(), multiply(calls, x, tiles))
 
@@ -224,8 +224,9 @@ def test_what_does_not_fit_is_refused_by_name(calls: Immediate) -> None:
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
         (lambda: Tiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, input_bits=12), "input_bits must be 8 or 16, got 12"),
-        (lambda: multiply(calls, x, tiles, x[:, :32].clone(), torch.float32), "out_dtype must be torch.bfloat16"),
-        (lambda: multiply(calls, x, gates, None, torch.float32, silu), "out_dtype must be torch.bfloat16"),
+        (lambda: multiply(calls, x, tiles, x[:, :32].clone(), x[:, :32]), "out: the result of a residual"),
+        (lambda: multiply(calls, x, gates, None, torch.zeros(2, 16), silu), "out must be one of"),
+        (lambda: multiply(calls, x, tiles, None, x[:, :31]), "out must have shape"),
         (lambda: look_up(calls, torch.arange(4)[::2], tiles), "ids must have stride 1"),
         (lambda: multiply(calls, x.float(), tiles), "x must be one of"),
         (lambda: multiply(calls, x[:, :32], tiles), "x must have shape"),

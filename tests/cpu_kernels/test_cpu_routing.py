@@ -33,6 +33,7 @@ def chosen_by(calls: Calls, logits: Tensor, router: Router) -> tuple[Tensor, Ten
     mixture = Mixture(
         chosen=room.data_ptr(), num_experts=count, num_chosen=num_chosen, by_sigmoid=router.by_sigmoid,
         normalized=router.normalized, num_groups=router.groups[0], num_kept_groups=router.groups[1],
+        group_best=router.group_best,
     )  # fmt: skip
     call = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=router.scale, mixture=mixture)
     call.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()
@@ -50,6 +51,7 @@ def routers(draw: st.DrawFn) -> tuple[Router, Tensor, Routing]:
         draw(st.integers(1, min(8, kept * a_group))),
         by_sigmoid=draw(st.booleans()),
         groups=(num_groups, kept),
+        group_best=draw(st.integers(1, 2)),
         normalized=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 2.5])),
     )
@@ -64,8 +66,9 @@ def routers(draw: st.DrawFn) -> tuple[Router, Tensor, Routing]:
             are_far_apart_or_equal(row.tolist(), added.tolist() if bias is not None else [0.0] * count, scores, rule)
         )
     router = Router(
-        torch.zeros(count, 2), rule.num_chosen, rule.by_sigmoid, rule.groups, rule.normalized, rule.scale, bias
-    )
+        torch.zeros(count, 2), rule.num_chosen, rule.by_sigmoid, rule.groups, rule.normalized, rule.scale, bias,
+        group_best=rule.group_best,
+    )  # fmt: skip
     return router, logits, rule
 
 
@@ -73,7 +76,10 @@ def are_far_apart_or_equal(row: list[float], added: list[float], scores: Tensor,
     """Say whether no order hangs on a rounding: sums of different terms may be equal but for it."""
     ranks = {place: (float(scores[place]) + added[place], (row[place], added[place])) for place in range(len(row))}
     size = len(row) // rule.groups[0]
-    groups = [sorted(ranks[place] for place in range(first, first + size))[-2:] for first in range(0, len(row), size)]
+    best = rule.group_best
+    groups = [
+        sorted(ranks[place] for place in range(first, first + size))[-best:] for first in range(0, len(row), size)
+    ]
     sums = [(sum(rank for rank, _ in group), tuple(terms for _, terms in group)) for group in groups]
     compared = (*combinations(set(ranks.values()), 2), *combinations(set(sums), 2))
     return all(abs(one[0] - other[0]) > 1e-5 for one, other in compared if one[1] != other[1])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
-from model_zoo import IN_TORCH, MORE_FAMILIES, STATES, VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import IN_TORCH, LATENT, MORE_FAMILIES, STATES, VOCAB, first_disagreement, load_oracle, write_model
 from noted_programs import note_program_rows
 from thread_ranks import Apart
 from torch import Tensor
@@ -148,7 +148,7 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     monkeypatch: pytest.MonkeyPatch,
     program_rows: list[int],
 ) -> None:
-    folder = folders(family)
+    folder, dtype = folders(family), torch.bfloat16 if family in LATENT else dtype  # the type of products of heads
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
     model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
     if not is_compiled(model):
@@ -496,13 +496,13 @@ def check_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -
 
 def check_latent_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -> None:
     """Ranks have the same rows, and queries, products and outputs of their own heads."""
-    ops, (_, row_width, value_dim) = RankedOps(TorchOps(), Apart()), whole.out_of_rows.shape
+    ops, value_dim = RankedOps(TorchOps(), Apart()), whole.out_of_rows.data.shape[1]
     queries = torch.cat([each.queries.of(ops, x) for each in of_ranks], -1)
     torch.testing.assert_close(queries, whole.queries.of(ops, x), atol=1e-5, rtol=1e-5)
     for name in ("into_rows", "out_of_rows"):
-        assert torch.equal(torch.cat([getattr(each, name) for each in of_ranks]), getattr(whole, name))
+        assert torch.equal(torch.cat([getattr(each, name).data for each in of_ranks]), getattr(whole, name).data)
     assert all(torch.equal(ops.linear(x, each.row), ops.linear(x, whole.row)) for each in of_ranks)
-    assert row_width == config.head_dim
+    assert whole.into_rows.data.shape[1] == config.head_dim
     mixed = torch.randn(3, config.num_heads * value_dim, generator=torch.Generator().manual_seed(1))
     added = sum(ops.linear(half, each.o) for half, each in zip(mixed.chunk(2, -1), of_ranks, strict=True))
     torch.testing.assert_close(added, ops.linear(mixed, whole.o), atol=1e-4, rtol=1e-4)

@@ -204,7 +204,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "glm4-lite": causal(
         Glm4MoeLiteConfig,
         q_lora_rank=24,
-        kv_lora_rank=24,
+        kv_lora_rank=48,
         qk_rope_head_dim=16,
         qk_nope_head_dim=16,
         v_head_dim=24,
@@ -380,7 +380,7 @@ WITH_IMAGES = {
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5")
 STATES = (*DELTA_NETS, "falcon-h1", "lfm2")
-IN_TORCH = (*LATENT, *STATES, "llama4")  # of which torch computes a part
+IN_TORCH = (*LATENT, *STATES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
     "glm4-moe",

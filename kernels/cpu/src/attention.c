@@ -35,20 +35,21 @@ INLINE void rotate_head(char *head, const float *cos_sin, int64_t half, int type
 INLINE void place_token(const struct call *call, int64_t token, const char *const *norms, int type) {
     const struct step *step = call->step;
     int64_t dim = step->head_dim, bytes = dim * size_of(type), queries = step->num_heads, kv_heads = step->num_kv_heads;
-    const float *cos_sin = step->cos_sin + (call->rope * step->num_tokens + token) * dim;
+    int64_t turning = step->turning, still_bytes = (dim - turning) * size_of(type);
+    const float *cos_sin = step->cos_sin + (call->rope * step->num_tokens + token) * turning;
     const float eps = (float)call->eps;
-    char *heads = (char *)call->x + token * (queries + 2 * kv_heads) * bytes;
+    char *heads = (char *)call->x + token * (queries + step->parts * kv_heads) * bytes;
     for (int64_t head = 0; head < queries + kv_heads; head++) {
         char *at = heads + head * bytes;
         const char *weight = norms[head >= queries];
         if (weight && !call->norms_after)
             norm_row(at, at, weight, dim, eps, type);
-        rotate_head(at, cos_sin, dim / 2, type);
+        rotate_head(at + still_bytes, cos_sin, turning / 2, type);
         if (weight && call->norms_after)
             norm_row(at, at, weight, dim, eps, type);
     }
     int64_t page = step->targets[2 * token], slot = step->targets[2 * token + 1];
-    for (int64_t which = 0; which < 2; which++)
+    for (int64_t which = 0; which < step->parts; which++)
         for (int64_t head = 0; head < kv_heads; head++) {
             char *to = run_of(step, page, call->layer, which, head) + slot * step->row_bytes;
             const char *from = heads + (queries + which * kv_heads + head) * bytes;
@@ -84,11 +85,11 @@ INLINE void attend_item(const struct call *call, int64_t item) {
     int64_t begin = range > step->begins[row] ? range : step->begins[row];
     int64_t end = range + SPLIT < step->ends[row] ? range + SPLIT : step->ends[row];
     int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads, vectors = dim / LANES;
-    int64_t run_bytes = step->page_size * step->row_bytes, values_offset = step->page_heads * run_bytes;
+    int64_t run_bytes = step->page_size * step->row_bytes, values_offset = (step->parts - 1) * step->page_heads * run_bytes;
     int64_t query_bytes = dim * size_of(type_of(step->kv)), is_widened = type_of(step->kv) != step->type;
     int64_t per_pass = heads_of_pass(vectors, step->kv);
     const char *queries = call->x;
-    queries += row * (step->num_heads + 2 * step->num_kv_heads) * dim * size_of(step->type);
+    queries += row * (step->num_heads + step->parts * step->num_kv_heads) * dim * size_of(step->type);
     float room[is_widened ? step->num_heads * dim : 1];
     for (int64_t i = 0; is_widened && i < step->num_heads * dim; i += LANES)
         store_float32(room + i, load(queries, i, BFLOAT16));
@@ -123,7 +124,7 @@ INLINE void combine_row(const struct step *step, const float *sinks, char *out, 
             total += factors[i] * parts[i * stride + dim + 1];
         }
         total += sinks ? expf(sinks[head] - peak) : 0.0f;
-        for (int64_t v = 0; v < dim; v += LANES) {
+        for (int64_t v = 0; v < step->value_dim; v += LANES) {
             floats sum = {0};
             for (int64_t i = 0; i < last - first; i++)
                 sum += load_float32(parts + i * stride + v) * factors[i];
@@ -138,7 +139,7 @@ int pdserve_attention_is_long(const struct call *call) {
 
 /* Attention is three calls: q and k of all tokens are normed and rotated in place, and K and V written into the pages;
  * the first num_rows tokens attend to each range of their keys; a row's ranges are put together.
- * x: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; out: [num_rows, num_heads * head_dim]. */
+ * x: [num_tokens, num_heads + parts * num_kv_heads, head_dim]; out: [num_rows, num_heads * head_dim]. */
 
 int64_t pdserve_units_placing(const struct call *call, int64_t rows) { return (void)rows, call->step->num_tokens; }
 
@@ -159,8 +160,12 @@ void pdserve_placing(const struct call *call, int64_t rows, int64_t begin, int64
 
 void pdserve_ranges(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     (void)rows;
-    for (int64_t item = begin; item < end; item++)
-        attend_item(call, item);
+    for (int64_t item = begin; item < end; item++) {
+        if (is_latent(call->step))
+            pdserve_latent_range(call, item);
+        else
+            attend_item(call, item);
+    }
 }
 
 void pdserve_combining(const struct call *call, int64_t rows, int64_t begin, int64_t end) {

@@ -7,10 +7,12 @@
 #include "kv_rows.h"
 #include "vectors.h"
 
+#define SPLIT 256 /* keys of a range, at most */
+
 /* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
 struct step {
-    char *pool;              /* [num_pages, num_layers, 2, page_heads, page_size, row_bytes], from the first KV head on */
-    const float *cos_sin;    /* [ropes, num_tokens, head_dim]: cosines of head_dim / 2 angles, then sines */
+    char *pool; /* [num_pages, num_layers, parts, page_heads, page_size, row_bytes], from the first KV head on */
+    const float *cos_sin;    /* [ropes, num_tokens, turning]: cosines of turning / 2 angles, then sines */
     const int64_t *targets;  /* [num_tokens, 2]: page and slot that K and V of a token go to */
     const int64_t *table;    /* [num_rows, table_stride]: a row's pages in order */
     const int64_t *begins;   /* [num_rows]: the first position that a row sees */
@@ -28,13 +30,26 @@ struct step {
     int64_t kv, row_bytes; /* the form of rows in the pool, see kv_rows.h, and their bytes */
     int64_t page_bytes; /* from one page to the next: a page may be longer than its layers */
     int64_t page_heads; /* KV heads in a page: other ranks attend in those beside num_kv_heads */
+    int64_t parts;      /* rows of a token: 2, K and V, or 1 for both, a latent and the key that turns behind it */
+    int64_t turning;    /* features of queries and keys that turn, the last ones */
+    int64_t value_dim;  /* features of results that count, the first ones */
+    int64_t block_tokens; /* queries of a block */
     double scale;    /* of scores */
     double soft_cap; /* c of c * tanh(score / c), where it is above 0 */
 };
 
+/* Whether rows are both keys and values, and latents.c attends. */
+INLINE int is_latent(const struct step *step) {
+    return step->parts == 1 && step->kv == BFLOAT16 && step->head_dim % 32 == 0;
+}
+
+/* See `pdserve_ranges` and `pdserve_blocks`. */
+void pdserve_latent_range(const struct call *call, int64_t item);
+void pdserve_latent_block(const struct call *call, int64_t block);
+
 /* The run of one page, layer and KV head: [page_size] rows. which: 0 for K, 1 for V. */
 INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_t which, int64_t head) {
-    int64_t run = (layer * 2 + which) * step->page_heads + head;
+    int64_t run = (layer * step->parts + which) * step->page_heads + head;
     return step->pool + page * step->page_bytes + run * step->page_size * step->row_bytes;
 }
 

@@ -6,8 +6,7 @@
 #include "attention.h"
 #include "vectors.h"
 
-#define SPLIT 256        /* keys of a range, at most */
-#define MAX_DIM 256      /* of a head */
+#define MAX_DIM 1024     /* of a head */
 #define MAX_VECTORS (MAX_DIM / LANES)
 #if defined(__AVX2__) && !defined(__AVX512F__)
 #define REGISTERS 8 /* vectors that one pass accumulates: of 16 registers */

@@ -12,7 +12,8 @@
 /* As kernels/cpu/calls.py numbers them. */
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
-    BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING, RANKS_SUM, RANKS_GATHER
+    BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING, RANKS_SUM, RANKS_GATHER,
+    PRODUCT_HEADS
 };
 
 struct step;
@@ -22,6 +23,7 @@ struct ranks;
 struct mixture {
     void *chosen; /* see chosen.h */
     int64_t num_experts, num_chosen, by_sigmoid, normalized, num_groups, num_kept_groups;
+    int64_t group_best;        /* whose sum is a group's rank: 1 or 2 */
     int64_t expert_bytes;      /* of an expert's weights; its biases follow one another, too */
     const void *shared;        /* [rows, width]: what the shared expert has made, or NULL */
     const float *shared_gates; /* [rows]: its sigmoid multiplies that, or NULL */
@@ -38,6 +40,7 @@ struct call {
     const void *bias;     /* of each output, in the order of the weights, or NULL */
     const void *residual; /* [rows, width], or NULL; may be out */
     int64_t residual_stride, after, activation;
+    int64_t num_heads, x_head; /* of a product of heads, whose width is a head's: from one head's inputs to the next's */
     int64_t bits, fp4, input_bits; /* of weights' codes, and whether they are floats; of inputs': 8 or 16 */
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
@@ -59,14 +62,14 @@ struct call {
 typedef int64_t units(const struct call *call, int64_t rows);
 units pdserve_units_bfloat16, pdserve_units_quantized, pdserve_units_placing, pdserve_units_ranges,
     pdserve_units_combining, pdserve_units_blocks, pdserve_units_logits, pdserve_units_grouping, pdserve_units_slots,
-    pdserve_units_experts, pdserve_units_summing;
+    pdserve_units_experts, pdserve_units_summing, pdserve_units_heads;
 
 /* Each does the units from begin to before end. */
 typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t end);
 work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16,
     pdserve_coding, pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks,
     pdserve_logits, pdserve_routing, pdserve_grouping, pdserve_gathering, pdserve_experts, pdserve_experts_coding,
-    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather;
+    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather, pdserve_product_heads;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;

@@ -4,6 +4,8 @@
  * serves up to MOST_ROWS rows at once.
  */
 
+#include <stddef.h>
+
 #include "products.h"
 
 #if defined(HAS_PAIRS)
@@ -105,6 +107,24 @@ void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t beg
             int64_t row = part * rows / parts;
             multiply_some(call, row, unit % tiles, (part + 1) * rows / parts - row);
         }
+    }
+}
+
+int64_t pdserve_units_heads(const struct call *call, int64_t rows) {
+    return call->num_heads * pdserve_units_bfloat16(call, rows);
+}
+
+/* Multiplies some inputs of each row with each head's own tiles, which follow one another. No bias, no residual. */
+void pdserve_product_heads(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const int64_t units = pdserve_units_bfloat16(call, rows), head_bytes = tiles_of(call) * TILE * call->inputs * 2;
+    struct call of;
+    memcpy(&of, call, offsetof(struct call, taken));
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t head = unit / units;
+        of.x = (char *)call->x + head * call->x_head * 2;
+        of.out = (char *)call->out + head * call->width * 2;
+        of.weights = (const char *)call->weights + head * head_bytes;
+        pdserve_product_bfloat16(&of, rows, unit % units, unit % units + 1);
     }
 }
 

@@ -89,12 +89,12 @@ static void score(float *scores, const float *logits, int64_t count, int by_sigm
         scores[i] /= sum;
 }
 
-/* The sum of a group's two best ranks. */
-static float best_of_group(const float *ranks, int64_t size) {
+/* The sum of a group's `count` best ranks. */
+static float best_of_group(const float *ranks, int64_t size, int64_t count) {
     uint8_t taken[size];
     memset(taken, 0, size);
     const float best = ranks[take_first(ranks, taken, size)];
-    return size == 1 ? best : best + ranks[take_first(ranks, taken, size)];
+    return count == 1 || size == 1 ? best : best + ranks[take_first(ranks, taken, size)];
 }
 
 /* Leaves the experts of the best groups. */
@@ -104,7 +104,7 @@ static void leave_groups(float *ranks, const struct mixture *of) {
     uint8_t taken[of->num_groups];
     memset(taken, 0, of->num_groups);
     for (int64_t group = 0; group < of->num_groups; group++)
-        best[group] = best_of_group(ranks + group * size, size);
+        best[group] = best_of_group(ranks + group * size, size, of->group_best);
     for (int64_t i = 0; i < of->num_kept_groups; i++)
         take_first(best, taken, of->num_groups);
     for (int64_t i = 0; i < of->num_experts; i++)

@@ -22,6 +22,7 @@ int64_t pdserve_units_of(const struct call *call, int64_t rows) {
     case SUMMING: return pdserve_units_summing(call, rows);
     case RANKS_SUM:
     case RANKS_GATHER: return 1;
+    case PRODUCT_HEADS: return pdserve_units_heads(call, rows);
     default: return rows;
     }
 }
@@ -36,6 +37,7 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [GROUPING] = pdserve_grouping, [GATHERING] = pdserve_gathering, [EXPERTS] = pdserve_experts,
         [EXPERTS_CODING] = pdserve_experts_coding, [SUMMING] = pdserve_summing,
         [RANKS_SUM] = pdserve_ranks_sum, [RANKS_GATHER] = pdserve_ranks_gather,
+        [PRODUCT_HEADS] = pdserve_product_heads,
     };
     works[call->kind](call, rows, begin, end);
 }

@@ -5,7 +5,6 @@ DeepSeek-V2 weighs experts by softmax, the others by sigmoid. Kimi K2 has DeepSe
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 from pdserve.model.design import Design, Experts, GatedMlp, Head, LatentAttention, RmsNorm, Routing, Scores, Sequential
 from pdserve.model.families.experts import (
@@ -19,7 +18,7 @@ from pdserve.model.families.experts import (
 )
 from pdserve.model.families.reading import Family, require, swiglu
 from pdserve.model.fields import Fields
-from pdserve.model.rope_config import RopeConfig, read_rope
+from pdserve.model.rope_config import read_rope
 
 
 def _read_v3(fields: Fields) -> Design:
@@ -72,9 +71,8 @@ def _attention(fields: Fields) -> LatentAttention:
     rank, turning = fields.positive("kv_lora_rank", 512), fields.positive("qk_rope_head_dim", 64)
     still = fields.positive("qk_nope_head_dim", 128)
     fields.must_be("qk_head_dim", still + turning)
-    rope = read_rope(fields, interleaved=fields.flag("rope_interleave", default=True))
     return LatentAttention(
-        rope=_of_the_first(turning, rank + turning, rope),
+        rope=read_rope(fields, interleaved=fields.flag("rope_interleave", default=True)),
         q_rank=fields.positive("q_lora_rank") if fields.has("q_lora_rank") else None,
         kv_rank=rank,
         still=still,
@@ -84,12 +82,6 @@ def _attention(fields: Fields) -> LatentAttention:
         bias=fields.flag("attention_bias", default=False),
         scores=Scores((still + turning) ** -0.5 * _sharpening(fields) ** 2),
     )
-
-
-def _of_the_first(turning: int, width: int, rope: RopeConfig) -> RopeConfig:
-    """Return the rope of the first features of a row, of so many."""
-    share = 1.0 if turning == width else math.nextafter(turning / width, 1.0)  # whose product is not rounded down
-    return replace(rope, share=share)
 
 
 def _sharpening(fields: Fields) -> float:

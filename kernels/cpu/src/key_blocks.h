@@ -1,0 +1,227 @@
+/* Blocks of keys and values in bfloat16, by dot products of pairs, and the online softmax over them (FlashAttention, Dao et
+ * al. 2022): for each query the largest score so far, the sum of weights and the weighted sum of values. Keys that a
+ * query does not see change none of these. */
+
+#ifndef PDSERVE_KEY_BLOCKS_H
+#define PDSERVE_KEY_BLOCKS_H
+
+#include "attention.h"
+
+#define KEYS 64
+#define ROWS 4 /* queries that one stream of keys or values serves at once */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define VECTORS 4 /* of each query that are summed at once: ROWS * VECTORS of 32 registers */
+#else
+#define VECTORS 2 /* of 16 registers */
+#endif
+
+/* What a query has seen so far. */
+typedef struct {
+    floats total; /* of the weights of every LANES-th key */
+    float peak;
+} state;
+
+#if defined(__AVX512BW__)
+
+/* The pairs of 16 keys as columns: to[pair * KEYS + key]. */
+INLINE void transpose_pairs(uint32_t *to, const char *const *keys, int64_t offset) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = _mm512_loadu_si512(keys[i] + offset);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int half = 0; half < 2; half++) {
+            a[i + 2 * half] = _mm512_unpacklo_epi64(b[i + half], b[i + 2 + half]);
+            a[i + 2 * half + 1] = _mm512_unpackhi_epi64(b[i + half], b[i + 2 + half]);
+        }
+    for (int column = 0; column < 4; column++) {
+        __m512i even = _mm512_shuffle_i32x4(a[column], a[4 + column], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(a[column], a[4 + column], 0xdd);
+        __m512i later_even = _mm512_shuffle_i32x4(a[8 + column], a[12 + column], 0x88);
+        __m512i later_odd = _mm512_shuffle_i32x4(a[8 + column], a[12 + column], 0xdd);
+        _mm512_storeu_si512(to + column * KEYS, _mm512_shuffle_i32x4(even, later_even, 0x88));
+        _mm512_storeu_si512(to + (column + 4) * KEYS, _mm512_shuffle_i32x4(odd, later_odd, 0x88));
+        _mm512_storeu_si512(to + (column + 8) * KEYS, _mm512_shuffle_i32x4(even, later_even, 0xdd));
+        _mm512_storeu_si512(to + (column + 12) * KEYS, _mm512_shuffle_i32x4(odd, later_odd, 0xdd));
+    }
+}
+
+/* Values of two keys side by side: to[pair of keys * dim + dimension]. */
+INLINE void interleave_values(uint32_t *to, const char *const *keys, int64_t offset, int64_t dim) {
+    const __m512i upper = _mm512_set1_epi32(16), step = _mm512_set1_epi32(0x00200000);
+    const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i first = _mm512_or_si512(_mm512_or_si512(count, _mm512_slli_epi32(count, 16)), step);
+    const __m512i last = _mm512_or_si512(_mm512_or_si512(first, upper), _mm512_slli_epi32(upper, 16));
+    for (int64_t pair = 0; pair < KEYS / 2; pair++)
+        for (int64_t d = 0; d < dim; d += 32) {
+            __m512i x = _mm512_loadu_si512(keys[2 * pair] + offset + 2 * d);
+            __m512i y = _mm512_loadu_si512(keys[2 * pair + 1] + offset + 2 * d);
+            _mm512_storeu_si512(to + pair * dim + d, _mm512_permutex2var_epi16(x, first, y));
+            _mm512_storeu_si512(to + pair * dim + d + 16, _mm512_permutex2var_epi16(x, last, y));
+        }
+}
+
+#else
+
+INLINE void transpose_pairs(uint32_t *to, const char *const *keys, int64_t offset) {
+    for (int key = 0; key < 16; key++)
+        for (int pair = 0; pair < 16; pair++)
+            memcpy(to + pair * KEYS + key, keys[key] + offset + 4 * pair, 4);
+}
+
+INLINE void interleave_values(uint32_t *to, const char *const *keys, int64_t offset, int64_t dim) {
+    for (int64_t pair = 0; pair < KEYS / 2; pair++) {
+        const uint16_t *x = (const uint16_t *)(keys[2 * pair] + offset), *y = (const uint16_t *)(keys[2 * pair + 1] + offset);
+        for (int64_t d = 0; d < dim; d++)
+            to[pair * dim + d] = x[d] | (uint32_t)y[d] << 16;
+    }
+}
+
+#endif
+
+/* Adds to sums[row][vector] the products of `count` pairs of each row with columns: [count][stride]. */
+INLINE void multiply_pairs(
+    floats sums[ROWS][VECTORS], const element *const *rows, const uint32_t *columns, int64_t stride, int64_t count,
+    int vectors
+) {
+    for (int64_t pair = 0; pair < count; pair++) {
+        pairs column[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            column[v] = load_pairs_once(columns + pair * stride + LANES * v);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            pairs both = splat_pair(rows[r] + 2 * pair);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = add_products(sums[r][v], column[v], both);
+        }
+    }
+}
+
+/* Stores weights as elements, and returns what bfloat16 holds of them. */
+INLINE floats store_rounded(element *to, floats weights) {
+#if defined(__AVX512BF16__)
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)weights); /* none is below what a normal number can be */
+    memcpy(to, &rounded, sizeof rounded);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
+#else
+    floats rounded = rounded_to(weights, BFLOAT16);
+    store(to, 0, rounded, ELEMENT);
+    return rounded;
+#endif
+}
+
+/* Turns scores of one query into weights that bfloat16 holds, with zeros for keys before `begin` and from `end` on.
+ * Returns what its sums so far are to be multiplied with. */
+INLINE float weigh_keys(
+    element *weights, floats *scores, const struct step *step, int64_t begin, int64_t end, state *so_far
+) {
+    const float scale = (float)step->scale, cap = (float)step->soft_cap;
+    floats most = splat(-INFINITY), sum = splat(0.0f);
+    for (int v = 0; v < KEYS / LANES; v++)
+        scores[v] = cap > 0 ? soft_capped(scores[v] * scale, cap) : scores[v] * scale;
+    if (begin > 0 || end < KEYS) {
+        ints count;
+        for (int lane = 0; lane < LANES; lane++)
+            count[lane] = lane;
+        for (int v = 0; v < KEYS / LANES; v++) {
+            ints key = count + LANES * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
+            scores[v] = choose(seen, scores[v], splat(-INFINITY));
+        }
+    }
+    for (int v = 0; v < KEYS / LANES; v++)
+        most = larger(most, scores[v]);
+    float block = max_of(most), before = so_far->peak;
+    if (block > before)
+        so_far->peak = block;
+    float highest = so_far->peak == -INFINITY ? 0.0f : so_far->peak;
+    for (int v = 0; v < KEYS / LANES; v++) {
+        floats weight = exp_of_negative(scores[v] - highest);
+        sum += store_rounded(weights + v * LANES, weight);
+    }
+    float factor = before == so_far->peak ? 1.0f : expf(before - highest);
+    so_far->total = so_far->total * factor + sum;
+    return factor;
+}
+
+/* Queries that share K and V: `per_token` of each token, one token after the other. Behind the last one come others, up
+ * to a multiple of ROWS, whose results nobody reads. */
+struct queries {
+    const element *const *rows;
+    int64_t count, per_token;
+    int64_t position; /* of the first token */
+};
+
+/* KEYS rows of K and V, as products take them. */
+struct seen {
+    const uint32_t *keys, *values;
+    const float *scales; /* [2][KEYS], of K and of V; NULL where rows are not coded */
+    int64_t begin; /* the first key's position */
+};
+
+/* Scores and weights of queries for one block of keys, and the values summed by them. sums: [count, value_dim]; both it
+ * and so_far have room for a multiple of ROWS. */
+INLINE void attend_keys(
+    float *sums, state *so_far, const struct step *step, const struct queries *of, const struct seen *seen, int64_t dim,
+    int64_t value_dim
+) {
+    const int64_t window = step->window;
+    for (int64_t row = 0; row < of->count; row += ROWS) {
+        floats scores[ROWS][KEYS / LANES];
+        element weights[ROWS][KEYS];
+        const element *weight_rows[ROWS];
+        float factors[ROWS];
+        for (int first = 0; first < KEYS / LANES; first += VECTORS) {
+            floats parts[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    parts[r][v] = splat(0.0f);
+            multiply_pairs(parts, of->rows + row, seen->keys + first * LANES, KEYS, dim / 2, VECTORS);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    scores[r][first + v] =
+                        seen->scales ? parts[r][v] * load_float32(seen->scales + (first + v) * LANES) : parts[r][v];
+        }
+        for (int r = 0; r < ROWS; r++) {
+            int64_t end = of->position + (row + r) / of->per_token + 1 - seen->begin, begin = window ? end - window : 0;
+            factors[r] = weigh_keys(weights[r], scores[r], step, begin, end < KEYS ? end : KEYS, &so_far[row + r]);
+            for (int64_t key = 0; seen->scales && key < KEYS; key += LANES)
+                store(weights[r], key, load(weights[r], key, ELEMENT) * load_float32(seen->scales + KEYS + key), ELEMENT);
+            weight_rows[r] = weights[r];
+        }
+        for (int64_t d = 0; d < value_dim; d += VECTORS * LANES) {
+            const int vectors = value_dim - d >= VECTORS * LANES ? VECTORS : 2;
+            floats parts[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < vectors; v++)
+                    parts[r][v] = load_float32(sums + (row + r) * value_dim + d + LANES * v) * factors[r];
+            if (vectors == VECTORS)
+                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, VECTORS);
+            else
+                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, 2);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < vectors; v++)
+                    store_float32(sums + (row + r) * value_dim + d + LANES * v, parts[r][v]);
+        }
+    }
+}
+
+/* The addresses of KEYS keys. Those before the first one that a query sees are that one's, and those that the chunk has
+ * not written are the last one's: no query sees them. */
+INLINE void locate_keys(
+    const char **at, const struct step *step, const int64_t *pages, int64_t layer, int64_t kv_head, int64_t begin,
+    int64_t seen, int64_t end
+) {
+    for (int64_t i = 0; i < KEYS; i++) {
+        int64_t position = begin + i < end ? begin + i : end - 1;
+        position = position < seen ? seen : position;
+        at[i] = run_of(step, pages[position / step->page_size], layer, 0, kv_head)
+                + position % step->page_size * step->row_bytes;
+    }
+}
+
+#endif
