@@ -30,7 +30,7 @@ class Formula:
 
     def check(self, calls: Immediate) -> None:
         x, values = every_size()
-        found = multiply(calls, x, ONES, None, torch.float32, self.finish).flatten().double()
+        found = multiply(calls, x, ONES, None, torch.empty(len(x), 1), self.finish).flatten().double()
         expected = self.of(values)
         off = (found - expected).abs()
         allowed = self.relative * expected.abs() + self.of_input * values.abs() + 1e-36  # what is smaller may be lost
@@ -78,7 +78,7 @@ def test_vectors_of_any_width_are_as_close_to_the_formulas(narrow: ctypes.CDLL) 
 @pytest.mark.parametrize(("name", "bad"), list(product(FORMULAS, [torch.nan, torch.inf, -torch.inf])))
 def test_what_is_not_finite_ends_as_in_the_formula(loaded: ctypes.CDLL, name: str, bad: float) -> None:
     x = torch.tensor([[bad, 0.0], [1.0, 0.0]]).bfloat16()
-    found = multiply(Immediate(loaded), x, ONES, None, torch.float32, FORMULAS[name].finish).flatten()
+    found = multiply(Immediate(loaded), x, ONES, None, torch.empty(2, 1), FORMULAS[name].finish).flatten()
     expected = FORMULAS[name].of(x.double().sum(1)).float()
     torch.testing.assert_close(found, expected, equal_nan=True)
 
