@@ -5,12 +5,12 @@ from collections.abc import Container, Mapping
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, LAYER_EPSILON, NUM_MORE, RMS_EPSILON, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile
+from pdserve.checkpoint.gguf_latents import SIGMOID, SOFTMAX, latent_config, with_magnitude
 from pdserve.checkpoint.gguf_rope import DEFAULT_THETA, rope_parameters
 from pdserve.model.families.reading import FULL, SLIDING
 from pdserve.model.fields import Fields
 
 WINDOW, PATTERN, WINDOW_THETA = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
-SOFTMAX, SIGMOID = 1, 2  # how experts are scored
 # Keys that change no result, or do so with others alone. Any other key that nothing reads is refused.
 _OF_YARN = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 _OF_SCALING = ("attn_factor", "factor", "finetuned", "original_context_length", *_OF_YARN)
@@ -44,6 +44,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
     head_dim, tokens = _head_dim(fields, family), Fields(file.metadata)
     rope = rope_parameters(file, fields, head_dim, long_rope=family.long_rope)
     rope |= family.rope
+    rope = with_magnitude(rope, fields) if family.has_latents else rope
     config = {
         "architectures": [family.architecture],
         "vocab_size": shapes["token_embd.weight"][0],
@@ -64,6 +65,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
         **_scores(fields, family, head_dim),
         **_experts(fields, family),
+        **(latent_config(fields, shapes) if family.has_latents else {}),
     }
     _check_keys(fields, family)
     return config
@@ -125,7 +127,8 @@ def _experts(fields: Fields, family: GgufFamily) -> dict[str, object]:
     if of is None:
         served = ", ".join(name for name, each in FAMILIES.items() if each.experts)
         raise fields.unsupported("expert_count", f"experts only with the architectures {served}")
-    fields.must_be("expert_gating_func", SIGMOID if of.by_sigmoid else SOFTMAX)
+    if not family.has_latents:
+        fields.must_be("expert_gating_func", SIGMOID if of.by_sigmoid else SOFTMAX)
     config: dict[str, object] = {
         "architectures": [of.architecture],
         of.count: count,
@@ -158,6 +161,8 @@ def _head_dim(fields: Fields, family: GgufFamily) -> int:
     rope_dim = fields.optional_int("rope.dimension_count")
     share = fields.positive("embedding_length") // num_heads
     otherwise = share if family.partial_rope else rope_dim or share
+    if family.has_latents and rope_dim is not None:
+        return rope_dim  # as the config.json says it, which also says how long heads are
     head_dim = fields.integer("attention.key_length", otherwise)
     if rope_dim not in (None, head_dim) and not family.partial_rope:
         raise fields.unsupported("rope.dimension_count", f"the head's {head_dim}")

@@ -86,6 +86,7 @@ class GgufFamily:
     interleaved: bool = (
         False  # rows of q and k that turn together lie side by side, and on Hugging Face half a head apart
     )
+    has_latents: bool = False  # see gguf_latents.py
     partial_rope: bool = False  # a part of each head may turn
     long_rope: bool = False  # the file may have factors for short and for long contexts
     norms_plus: float = 0.0  # what norms in the file have on top of Hugging Face's
@@ -226,6 +227,24 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
         epsilon=Number(LAYER_EPSILON, "layer_norm_eps"),
         numbers=(Number("logit_scale", "logit_scale"),),
         windows=Windows("Cohere2ForCausalLM", period=4, required=True),
+    ),
+    "deepseek2": GgufFamily(
+        "DeepseekV3ForCausalLM",
+        {
+            **_without("attn_k", "attn_v"),
+            **_shared("shared_experts"),
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+        },
+        bare_names={"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        experts=replace(_OF_GLM, architecture="DeepseekV3ForCausalLM"),
+        has_latents=True,
     ),
     "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
     "exaone4": GgufFamily("Exaone4ForCausalLM", _AFTER_ALONE, windows=Windows("Exaone4ForCausalLM", period=4)),

@@ -27,6 +27,7 @@ from pdserve.model.weights import GROUP, Part, Stored, Weights
 
 SUPER_GROUP = 256  # inputs of a block of Q4_K
 HALF_BYTES = 2  # of a float16
+KEYS, VALUES, BOTH = "self_attn.k_b_proj", "self_attn.v_b_proj", "self_attn.kv_b_proj"  # that expand latents
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # scalars of each layer, which the metadata list by layer
 
 
@@ -44,11 +45,11 @@ def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = Fals
         if name in weights:
             raise ConfigError(f"{tensor.name}: given twice")
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
-        keeps = keep_coded and tensor.is_quantized
+        keeps = keep_coded and tensor.is_quantized and len(tensor.shape) == 2
         minus = family.norms_plus if tensor.name.endswith("norm.weight") else 0.0
         reader = _Reader(file.path, raw, tensor, num_heads, keeps, minus)
         weights[name] = Stored(tensor.shape, reader.read, GROUP if keeps else 1)
-    return weights
+    return _with_whole_expansions(weights)
 
 
 def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelConfig) -> Iterator[GgufTensor]:
@@ -76,6 +77,37 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
             shape = (num_heads * config.head_dim, *tensor.shape[1:])
             yield replace(tensor, name=tensor.name.replace(FUSED, part), shape=shape, offset_bytes=offset_bytes)
             offset_bytes += _num_bytes(tensor, shape)
+
+
+def _with_whole_expansions(weights: dict[str, Stored]) -> dict[str, Stored]:
+    """Return weights in which each layer's matrix that expands latents is one, decoded if it was in two parts."""
+    found = dict(weights)
+    for name in weights:
+        layer, part, kind = name.partition(KEYS)
+        if not part:
+            continue
+        keys, values = found.pop(name), found.pop(f"{layer}{VALUES}{kind}", None)
+        if values is None or len(keys.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[-1]):
+            raise ConfigError(f"{name}: there are no values beside these keys")
+        if f"{layer}{BOTH}{kind}" in found:
+            raise ConfigError(f"{layer}{BOTH}{kind}: given twice")
+        num_heads, rank, still = keys.shape
+        shape = (num_heads * (still + values.shape[1]), rank)
+        found[f"{layer}{BOTH}{kind}"] = Stored(shape, _Whole(keys, values).read)
+    return found
+
+
+class _Whole:
+    """Reads the rows of keys and of values of each head: [num_heads * (still + value_dim), rank]."""
+
+    def __init__(self, keys: Stored, values: Stored) -> None:
+        """keys: [num_heads, rank, still]; values: [num_heads, value_dim, rank]."""
+        self._keys, self._values = keys, values
+
+    def read(self, part: Part) -> Floats:
+        keys, values = (np.asarray(each.read(())) for each in (self._keys, self._values))
+        whole: Floats = np.concatenate((keys.swapaxes(1, 2), values), axis=1)
+        return np.ascontiguousarray(whole.reshape(-1, whole.shape[-1])[part])
 
 
 def _each_expert(tensor: GgufTensor) -> Iterator[GgufTensor]:

@@ -1,6 +1,7 @@
 """A GGUF file of each family gives transformers' logits, and what a family's files do not hold is refused by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_families import FAMILIES
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
+from pdserve.checkpoint.gguf_weights import read_weights
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
@@ -57,7 +59,7 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(
 ) -> None:
     case, model = CASES[name], random_model(CASES[name])
     if kind is not None:
-        round_matrices(model, kind)
+        round_matrices(model, kind, splits=case.splits)
     path = write_gguf(case, model, tmp_path / "tiny.gguf", kind)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
@@ -70,7 +72,7 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(
 def test_q_k_and_v_in_one_tensor_are_taken_apart(name: str, kind: GGMLQuantizationType | None, tmp_path: Path) -> None:
     case, model = CASES[name], random_model(CASES[name])
     if kind is not None:
-        round_matrices(model, kind)
+        round_matrices(model, kind, splits=case.splits)
     path = write_gguf(case, model, tmp_path / "tiny.gguf", kind, fused=True)
     assert any(".attn_qkv." in tensor.name for tensor in read_gguf(path).tensors)
     with torch.inference_mode():
@@ -117,6 +119,7 @@ METADATA = {
 
 
 WINDOW = {"attention.sliding_window": 8}
+YARN_LENGTH = "rope.scaling.original_context_length"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,66 @@ def test_scores_of_the_largest_gemmas_are_scaled_by_hidden_size_over_heads(
     file = GgufFile(Path("x.gguf"), metadata, (GgufTensor("token_embd.weight", (100, 32), 0, 0),))
     design = ModelConfig.from_hf(hf_config(file)).design
     assert {layer.attention.scores.scale for layer in design.layers} == {scale**-0.5}
+
+
+LATENT = {
+    "attention.kv_lora_rank": 512,
+    "attention.key_length": 192,
+    "attention.value_length": 128,
+    "rope.dimension_count": 64,
+    "expert_used_count": 6,
+    "leading_dense_block_count": 1,
+}
+
+
+def latent_model(names: Sequence[str] = (), **keys: object) -> dict[str, object]:
+    given = {f"deepseek2.{key}": value for key, value in {**METADATA, **LATENT, **keys}.items()}
+    del given["deepseek2.attention.layer_norm_epsilon"]
+    tensors = tuple([GgufTensor(name, (100, 32), 0, 0) for name in ("token_embd.weight", *names)])
+    return hf_config(GgufFile(Path("x.gguf"), {"general.architecture": "deepseek2", **given}, tensors))
+
+
+@pytest.mark.parametrize(("count", "groups", "method"), [(64, (1, 1), "greedy"), (160, (8, 3), "group_limited_greedy")])
+def test_files_of_older_converters_leave_groups_and_scores_of_deepseek_v2_to_be_known(
+    count: int, groups: tuple[int, int], method: str
+) -> None:
+    config = latent_model(expert_count=count)
+    assert (config["n_group"], config["topk_group"], config["topk_method"]) == (*groups, method)
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"]
+    assert (config["qk_nope_head_dim"], config["v_head_dim"], config["num_key_value_heads"]) == (128, 128, 4)
+
+
+@pytest.mark.parametrize(("count", "groups"), [(256, (8, 4)), (384, (1, 1))])
+def test_experts_with_a_bias_that_chooses_are_scored_as_in_deepseek_v3(count: int, groups: tuple[int, int]) -> None:
+    config = latent_model(("blk.1.exp_probs_b.bias",), expert_count=count)
+    assert (config["n_group"], config["topk_group"], config["topk_method"]) == (*groups, "noaux_tc")
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({}, r"deepseek2\.expert_count: missing"),
+        ({"expert_count": 64, "expert_gating_func": 3}, r"deepseek2\.expert_gating_func: 3"),
+        (
+            {"expert_count": 64, "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0, YARN_LENGTH: 4096},
+            r"deepseek2\.rope\.scaling\.yarn_log_multiplier: missing",
+        ),
+    ],
+)
+def test_what_files_with_latents_must_say_is_asked_for_by_name(keys: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        latent_model(**keys)
+
+
+@pytest.mark.parametrize(("lost", "complaint"), [("attn_v_b", "no values beside these keys"), ("attn_k_b", "v_b_proj")])
+def test_a_half_of_the_matrix_that_expands_latents_is_not_enough(lost: str, complaint: str, tmp_path: Path) -> None:
+    path = write_gguf(CASES["deepseek2"], random_model(CASES["deepseek2"]), tmp_path / "tiny.gguf")
+    file = read_gguf(path)
+    kept = replace(file, tensors=tuple([tensor for tensor in file.tensors if lost not in tensor.name]))
+    config = ModelConfig.from_hf(hf_config(kept))
+    with pytest.raises(ConfigError, match=complaint):
+        load_model(config, read_weights(kept, config), torch.float32)
 
 
 @pytest.mark.parametrize("missing", ["alpha_p", "beta"])

@@ -92,6 +92,49 @@ def _glm_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     writer.add_nextn_predict_layers(1)
 
 
+def _deepseek(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    """Describe what all converters do."""
+    _rms(writer, config)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if getattr(config, "norm_topk_prob", False):
+        writer.add_expert_weights_norm(True)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def _deepseek_in_heads(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _deepseek(writer, config)
+    writer.add_head_count_kv(config.num_attention_heads)
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length(config.v_head_dim)
+
+
+def _deepseek_in_rows(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _deepseek(writer, config)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    is_scored = config.model_type != "deepseek_v2"
+    writer.add_expert_gating_func(SIGMOID if is_scored else gguf.ExpertGatingFuncType.SOFTMAX)
+    if config.n_group is not None:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
 def _granite_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     _granite(writer, config)
     writer.add_expert_count(config.num_local_experts)
@@ -222,6 +265,7 @@ class Case:
     permutes: bool = False
     norms_plus: float = 0.0
     shape: dict[str, Any] = field(default_factory=dict)
+    splits: bool = False  # the matrix that expands latents is in two parts
     num_more: int = 0  # layers that guess tokens, which the file has
     transformers_reads: bool = False  # of files with as many tokens as its config's default has, in these families
 
@@ -236,7 +280,37 @@ def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
     return Case(MODEL_ARCH.GEMMA3, causal(Gemma3TextConfig, rope_parameters=ropes, **sizes), write, norms_plus=1.0)
 
 
+_IN_GROUPS_OF_32 = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 64}
+_LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CASES = {
+    "deepseek2": _zoo(
+        MODEL_ARCH.DEEPSEEK2,
+        "deepseek-v3",
+        _deepseek_in_rows,
+        splits=True,
+        shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32, "rope_parameters": _LATENT_YARN},
+    ),
+    "deepseek2-softmax": _zoo(
+        MODEL_ARCH.DEEPSEEK2,
+        "deepseek-v2-groups",
+        _deepseek_in_rows,
+        splits=True,
+        shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32},
+    ),
+    "deepseek2-older": _zoo(MODEL_ARCH.DEEPSEEK2, "deepseek-v2", _deepseek_in_heads, shape=_IN_GROUPS_OF_32),
+    "deepseek2-older-yarn": _zoo(
+        MODEL_ARCH.DEEPSEEK2,
+        "deepseek-v3",
+        _deepseek_in_heads,
+        shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32, "n_group": 1, "topk_group": 1, "rope_parameters": _LATENT_YARN},
+    ),
+    "glm4-lite": _zoo(
+        MODEL_ARCH.DEEPSEEK2,
+        "glm4-lite",
+        _deepseek_in_rows,
+        splits=True,
+        shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32},
+    ),
     "qwen2moe": Case(
         MODEL_ARCH.QWEN2MOE,
         causal(
@@ -365,9 +439,10 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if case.arch is not MODEL_ARCH.DEEPSEEK2:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_vocab_size(config.vocab_size)
-    if getattr(config, "head_dim", None) is not None:
+    if getattr(config, "head_dim", None) is not None and case.arch is not MODEL_ARCH.DEEPSEEK2:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     case.write(writer, config)
@@ -390,15 +465,30 @@ def write_gguf(
     return path
 
 
-def round_matrices(model: PreTrainedModel, kind: GGMLQuantizationType) -> None:
+def round_matrices(model: PreTrainedModel, kind: GGMLQuantizationType, *, splits: bool = False) -> None:
     """Give the model the matrices that a file in this type would have. Rows are rounded each on its own."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and not name.endswith((*ROUTERS, "shared_expert_gate.weight", "_bias")):
+                if splits and name.endswith("kv_b_proj.weight"):
+                    keys, values = (_rounded(each, kind) for each in _expansions(parameter.numpy(), model.config))
+                    parameter.copy_(torch.from_numpy(np.concatenate((keys.swapaxes(1, 2), values), 1)).flatten(0, 1))
+                    continue
                 lies = _inputs_first(name, model.config)  # experts' rows are columns there
                 rows = parameter.transpose(1, 2) if lies else parameter
-                rounded = torch.from_numpy(gguf.dequantize(gguf.quantize(rows.contiguous().numpy(), kind), kind))
+                rounded = torch.from_numpy(_rounded(rows.contiguous().numpy(), kind))
                 parameter.copy_(rounded.transpose(1, 2) if lies else rounded)
+
+
+def _rounded(values: Array, kind: GGMLQuantizationType) -> Array:
+    return gguf.dequantize(gguf.quantize(np.ascontiguousarray(values), kind), kind)
+
+
+def _expansions(values: Array, config: Any) -> list[Array]:  # noqa: ANN401
+    """Return a layer's expanding matrix as [heads, rank, features of keys] and [heads, features of values, rank]."""
+    heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    still = config.qk_nope_head_dim
+    return [np.ascontiguousarray(heads[:, :still].swapaxes(1, 2)), np.ascontiguousarray(heads[:, still:])]
 
 
 def _inputs_first(name: str, config: Any) -> bool:  # noqa: ANN401
@@ -413,11 +503,8 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
             continue
         values: Array = tensor.numpy()
         part, kind = name.rsplit(".", 1)
-        stack = next((end for end in STACKED if name.endswith(end)), None)
-        if stack is not None:
-            values = values.swapaxes(1, 2) if _inputs_first(name, model.config) else values
-            for each, own in _parts(values, *STACKED[stack], alternating=case.arch is MODEL_ARCH.GPT_OSS):
-                yield f"blk.{name.split('.')[2]}.{each}", own
+        if apart := _taken_apart(case, name, values, model.config):
+            yield from ((f"blk.{name.split('.')[2]}.{each}", own) for each, own in apart)
             continue
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
@@ -435,6 +522,18 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
         mapped = names.get_name(part)
         assert mapped is not None, name
         yield f"{mapped}.{kind}", values
+
+
+def _taken_apart(case: Case, name: str, values: Array, config: Any) -> list[tuple[str, Array]]:  # noqa: ANN401
+    """Return what the file has in place of a tensor, with names in its layer; nothing if it has the tensor itself."""
+    if case.splits and name.endswith("kv_b_proj.weight"):
+        keys, values = _expansions(values, config)
+        return [("attn_k_b.weight", keys), ("attn_v_b.weight", values)]
+    stack = next((end for end in STACKED if name.endswith(end)), None)
+    if stack is None:
+        return []
+    values = values.swapaxes(1, 2) if _inputs_first(name, config) else values
+    return list(_parts(values, *STACKED[stack], alternating=case.arch is MODEL_ARCH.GPT_OSS))
 
 
 def _parts(values: Array, names: Sequence[str], kind: str, *, alternating: bool) -> Iterator[tuple[str, Array]]:
