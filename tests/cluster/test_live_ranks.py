@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -71,6 +72,29 @@ def test_when_a_rank_ends_its_worker_ends_and_its_requests_are_placed_again(
         tokens += [token for delta in reply.deltas for token in delta.token_ids]
     assert_right(oracle, asked, tokens, MANY)
     assert not psutil.pid_exists(before)
+
+
+def test_a_rank_that_is_frozen_in_an_answer_goes_on_with_it(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    asked = prompt(60, "frozen")
+    call = cluster.start(greedy(asked, MANY))
+    tokens = [token for _ in range(5) for delta in next(call).deltas for token in delta.token_ids]
+    frozen = [rank for name in ("decode-0", "decode-1") for rank in ranks_of(cluster, name)]
+    for rank in frozen:
+        rank.suspend()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(
+                lambda: [token for reply in call for delta in reply.deltas for token in delta.token_ids]
+            )
+            with pytest.raises(TimeoutError):
+                answer.result(1.0)
+            for rank in frozen:
+                rank.resume()
+            tokens += answer.result(60)
+    finally:
+        for rank in frozen:
+            rank.resume()
+    assert_right(oracle, asked, tokens, MANY)
 
 
 def test_a_rank_ends_with_its_worker(cluster: LiveCluster) -> None:
