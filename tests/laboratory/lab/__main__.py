@@ -20,6 +20,7 @@ from lab.mixtures import measure_mixtures
 from lab.moves import OperationsPlan, run_moves
 from lab.placing import measure_policies, measure_steps
 from lab.planning import measure_planning
+from lab.ranks import measure_ranks
 from lab.sessions import measure_rounds
 from lab.simulator import measure_simulator
 from lab.speculating import SpeculationBench, measure_speculation
@@ -135,6 +136,20 @@ def experts(
         found.append(each)
     title = f"steps of sequences x tokens, weights {quantization}, {layers} layers, {threads} threads"
     show(json_file, found, title, "CPU time of a step")
+
+
+def ranks(
+    folder: Annotated[Path, typer.Argument(help="With the config.json of a model; weights are random.", exists=True)],
+    quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
+    tensor_parallel_size: Annotated[int, typer.Option(min=2, help="Ranks, beside one.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="That ranks share.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="In which both compute a step, in turn.")] = 40,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure steps of a worker with several ranks beside one rank with as many threads."""
+    found = list(measure_ranks(folder, tensor_parallel_size, threads, quantization, rounds))
+    title = f"steps of sequences x tokens, weights {quantization}, {threads} threads"
+    show(json_file, found, title, "wall clock of a step")
 
 
 def speculation(
@@ -417,6 +432,7 @@ for _command in (
     experts,
     frontend,
     moves,
+    ranks,
     router,
     scale,
     scheduler,
