@@ -4,23 +4,20 @@ Invariant: features are those of one step. They go by the KV slots of their toke
 order, or as rows of which chunks, the runner has computed the tokens.
 """
 
-from collections.abc import Sequence as Seq
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch, Ints
-from pdserve.model.ops import Linear
-from pdserve.model.taps import Tap
+from pdserve.model.taps import Tap, Taps
 
 
 class Features:
     """The features of a runner's last step."""
 
-    def __init__(self, parts: Seq[tuple[int, Linear]], num_pages: int, page_size: int) -> None:
-        """parts: see `Tap`; without any, nothing is kept. num_pages, page_size: of the runner's pool."""
-        self.parts = tuple(parts)
+    def __init__(self, parts: Taps, num_pages: int, page_size: int) -> None:
+        """parts: without any, nothing is kept. num_pages, page_size: of the runner's pool."""
+        self.parts = parts
         self._page_size = page_size
         self._rows = np.zeros(num_pages * page_size if parts else 0, np.int32)  # by slot
         self._values = torch.empty(0)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head guesses from what the worker's model computes.
+"""A head guesses from what the worker's model computes: an EAGLE-3 head, or the model's own module (MTP).
 
 Invariant: once a step has ended, the pages hold KV of the head for each token that they hold KV of the model for. So
 KV of the head lies in the same pages, behind the model's layers: it is handed off, shared, copied and given up with
@@ -31,8 +31,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult
 from pdserve.engine.verification import behind
 from pdserve.kernels.kv_rows import KvRows
-from pdserve.model.design import Scores
-from pdserve.model.eagle3 import Eagle3Head
+from pdserve.model.guessing_head import Head
 
 
 @dataclass(slots=True)
@@ -61,15 +60,15 @@ class _Line:
 class HeadDrafter(Drafter):
     """A head beside the model of a runner, over the pages of its pool."""
 
-    def __init__(self, head: Eagle3Head, runner: Runner, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, head: Head, runner: Runner, eos_token_ids: Seq[int]) -> None:
         """runner: of a model whose config counts the head's layer, and before its first step."""
         (first, *_), config = runner.groups, head.config
         self._head, self._page_size = head, first.page_size
         self._pool = PoolShape(len(runner.kv), first.page_size, config.vocab_size)
-        self._features = Features(head.fc, len(runner.kv), first.page_size)
+        self._features = Features(head.taps, len(runner.kv), first.page_size)
         runner.keep(self._features)
         rows, ropes = KvRows(config.head_dim, runner.kv.dtype), (head.rope,) * first.num_layers
-        kind = LayerKind(0, Scores(), pages_of(runner.kv, config, first, rows.width), ropes, rows)
+        kind = LayerKind(0, head.scores, pages_of(runner.kv, config, first, rows.width), ropes, rows)
         make = compiled_attention(config, rows) or partial(TorchAttention, config)
         self._attention = ByLayer((make(kind),), (0,), ((0, len(first.layers)),))
         self._eos_token_ids, self._sampler = eos_token_ids, Sampler(eos_token_ids)

@@ -165,7 +165,7 @@ class Runner:
     def keep(self, features: Features) -> None:
         """From the first step on, keep features of each step's tokens."""
         self._features = features
-        if not all(isinstance(matrix, Tiles) for _, matrix in features.parts):
+        if not all(isinstance(matrix, Tiles | None) for _, matrix in features.parts):
             self._programs = None  # which multiply tiles alone
 
     @torch.inference_mode()

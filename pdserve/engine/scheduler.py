@@ -42,7 +42,7 @@ class Limits:
     can_pool: bool = True  # vectors can be made of prompts
     lookup: NgramLookup | None = None  # how guesses are found, if the runner makes none
     draft_model_len: int = 0  # up to how many tokens the runner's draft model guesses for a sequence; 0: it has none
-    has_head: bool = False  # that draft model is a head
+    head: str = ""  # which method that draft model is of, if it is a head
 
     @property
     def most_rows(self) -> int:
@@ -70,7 +70,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
         guessing = limits.num_speculative_tokens, limits.lookup, limits.draft_model_len
-        self.speculation = Speculation(*guessing, keeps_up=limits.has_head)
+        self.speculation = Speculation(*guessing, head=limits.head)
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 

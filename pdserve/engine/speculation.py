@@ -40,19 +40,19 @@ class Speculation:
     """Guesses for the sequences of one worker, within a limit for each."""
 
     def __init__(
-        self, num_tokens: int, lookup: NgramLookup | None, draft_model_len: int = 0, *, keeps_up: bool = False
+        self, num_tokens: int, lookup: NgramLookup | None, draft_model_len: int = 0, *, head: str = ""
     ) -> None:
         """num_tokens: most guesses that a step verifies for a sequence. lookup: None if the runner guesses.
 
-        draft_model_len: longest sequence of the runner's draft model; 0: it has none. keeps_up: see `DraftModel`.
+        draft_model_len: longest sequence of the runner's draft model; 0: it has none. head: its method, if it is one.
         """
         self.source = "ngram" if lookup is not None else ""  # of guesses, by its name in the settings
         self._num_tokens = num_tokens
         self._lookup = lookup
         self._draft_model: DraftModel | None = None
         if draft_model_len and num_tokens:
-            self.source = "eagle3" if keeps_up else "draft_model"
-            self._draft_model = DraftModel(draft_model_len, keeps_up=keeps_up)
+            self.source = head or "draft_model"
+            self._draft_model = DraftModel(draft_model_len, keeps_up=bool(head))
         self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE

@@ -17,7 +17,7 @@ from pdserve.engine.head_drafting import HeadDrafter
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.form import DTYPES, Form, bytes_of, choose_form, load_form, untried_kind, weight_bytes
-from pdserve.executor.head_files import HeadFiles, open_head
+from pdserve.executor.head_files import HeadFiles, MtpFiles, open_head, open_mtp
 from pdserve.executor.memory import available_bytes
 from pdserve.model.loading import needed_weights
 from pdserve.protocol.kvlayout import KvLayout
@@ -26,14 +26,20 @@ from pdserve.settings.config import WorkerConfig
 _KEY = "speculative_config.model"
 
 
-Drafts = Form | HeadFiles | None  # a draft model, a head, or neither
+Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 
 
 def open_drafts(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
     """Open what is configured to guess; ConfigError if it cannot do so for the worker's model."""
     given = config.speculative_config
-    if given is None or given.model is None:
+    if given is None or given.method == "ngram":
         return None
+    if given.method == "mtp":
+        try:
+            return open_mtp(checkpoint)
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config.method: mtp: {error}") from error
+    assert given.model is not None, "settings ask for it"
     try:
         path = resolve_model(given.model)
         return open_head(path, checkpoint.config) if given.method == "eagle3" else _opened(config, path, checkpoint)
@@ -43,7 +49,7 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
     """Return the worker's model with room for KV of a head in its pages, if there is one."""
-    if not isinstance(drafts, HeadFiles):
+    if not isinstance(drafts, HeadFiles | MtpFiles):
         return checkpoint
     return replace(checkpoint, config=replace(checkpoint.config, num_head_layers=1))
 
@@ -55,8 +61,8 @@ def limits_with(limits: Limits, drafts: Drafts) -> Limits:
     """
     if drafts is None:
         return limits
-    if isinstance(drafts, HeadFiles):
-        return replace(limits, draft_model_len=limits.max_model_len, has_head=True)
+    if isinstance(drafts, HeadFiles | MtpFiles):
+        return replace(limits, draft_model_len=limits.max_model_len, head=drafts.method)
     longest = min(drafts.checkpoint.config.max_position_embeddings, limits.max_model_len)
     return replace(limits, draft_model_len=longest)
 
@@ -79,7 +85,7 @@ def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint) -> Form:
 def weights_hash(form: Form, drafts: Drafts) -> str:
     """Return the name of what fills pages: the worker's model, whose form this is, and a head."""
     own = f"{form.weights_hash} dtype {form.dtype}"
-    return f"{own} head {drafts.fingerprint}" if isinstance(drafts, HeadFiles) else own
+    return f"{own} head {drafts.fingerprint}" if isinstance(drafts, HeadFiles | MtpFiles) else own
 
 
 def load_drafter(
@@ -94,13 +100,13 @@ def load_drafter(
     return _load_head(config, drafts, form, runner, limits)
 
 
-def _load_head(config: WorkerConfig, files: HeadFiles, form: Form, runner: Runner, limits: Limits) -> Drafter:
-    """Load a head. Where the model's file has codes, the head's matrices take 8 bits."""
-    quantization = form.quantization if form.quantization in ("none", "int8", "int4") else "int8"
-    needed = sum([bytes_of(name, stored, quantization, form.dtype) for name, stored in files.weights.items()])
+def _load_head(
+    config: WorkerConfig, files: HeadFiles | MtpFiles, form: Form, runner: Runner, limits: Limits
+) -> Drafter:
+    needed = sum([bytes_of(name, stored, form.quantization, form.dtype) for name, stored in files.weights.items()])
     if needed > (left := available_bytes()):
         raise ConfigError(f"{_KEY}: weights take {needed} bytes, and {left} are left beside the model's")
-    head = files.load(runner.model, quantization, config.quantized_inputs)
+    head = files.load(runner.model, form.quantization, config.quantized_inputs)
     return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
 
 

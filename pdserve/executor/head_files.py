@@ -1,4 +1,4 @@
-"""Opens an EAGLE-3 head in a directory: a config.json and safetensors, without a tokenizer."""
+"""Opens a head: of EAGLE-3, a directory with a config.json and safetensors, and no tokenizer; or a model's own."""
 
 import hashlib
 import json
@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import ChosenQuantization, file_digest, in_form, naming
+from pdserve.checkpoint.checkpoint import (
+    BITS,
+    Checkpoint,
+    ChosenQuantization,
+    file_digest,
+    in_form,
+    naming,
+    weights_in_form,
+)
 from pdserve.checkpoint.hf_directory import read_json, read_weights, weight_files
 from pdserve.kernels.cpu.layers import INPUT_BITS
 from pdserve.model.config import ModelConfig
@@ -19,6 +27,7 @@ from pdserve.model.eagle3 import EMBEDDING, LAYER, LM_HEAD, Eagle3Head, feature_
 from pdserve.model.eagle3_config import HeadConfig, read_head
 from pdserve.model.family import Model, Shapes, Tensors, Wanted
 from pdserve.model.loading import checked, ops_for
+from pdserve.model.mtp import SHARED, TARGETS, MtpHead, prefix_of
 from pdserve.model.ops import Dense, TorchOps
 from pdserve.model.weights import Part, Stored, Weights
 
@@ -34,12 +43,44 @@ class HeadFiles:
     weights: Weights  # those that the head reads, by the names of `model.eagle3`
     token_ids: torch.Tensor  # int64 [draft_vocab_size]: the model's tokens
     fingerprint: str  # of config and weights
+    method: str = "eagle3"
 
     def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> Eagle3Head:
-        """Load the head in a model's dtype. quantization: of its matrices, from floats."""
-        tensors = Tensors(in_form(self.weights, quantization), model.dtype, model.device)
+        """Load the head in a model's dtype. quantization: the model's; where its file has codes, 8 bits are taken."""
+        own: ChosenQuantization = quantization if quantization in ("none", *BITS) else "int8"
+        tensors = Tensors(in_form(self.weights, own), model.dtype, model.device)
         embedding = None if f"{EMBEDDING}.weight" in self.weights else model.embedding
         return Eagle3Head.build(self.config, tensors, ops_for(model.device, input_bits), self.token_ids, embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpFiles:
+    """A model's own module, not loaded yet."""
+
+    checkpoint: Checkpoint
+    weights: Weights  # those that the module reads
+    fingerprint: str = "mtp"  # beside that of the model
+    method: str = "mtp"
+
+    def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> MtpHead:
+        """Load the module as its model was loaded."""
+        weights = weights_in_form(self.checkpoint, quantization)
+        tensors = Tensors({name: weights[name] for name in self.weights}, model.dtype, model.device)
+        ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts)
+        return MtpHead.build(model.config, tensors, ops, (model.embedding, model.lm_head))
+
+
+def open_mtp(checkpoint: Checkpoint) -> MtpFiles:
+    """Open a model's module; ConfigError if it has none, or is of a family whose modules were not tested."""
+    config, wanted = checkpoint.config, Wanted()
+    if config.architecture not in TARGETS:
+        raise ConfigError(f"modules were tested of {', '.join(TARGETS)}, and not of {config.architecture}")
+    unused = Dense(torch.empty(0))
+    MtpHead.build(config, wanted, TorchOps(), (unused, unused))
+    prefix = prefix_of(config)
+    own = {name: stored for name, stored in checkpoint.weights().items() if name.startswith(prefix)}
+    shared = [prefix + name for name in SHARED]
+    return MtpFiles(checkpoint, checked(own, wanted.shapes, "a module that guesses", shared.__contains__))
 
 
 def open_head(path: Path, target: ModelConfig) -> HeadFiles:

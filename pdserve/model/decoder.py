@@ -64,12 +64,16 @@ class Decoder:
 
     def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         hidden = self.ops.embed(token_ids, self.embedding, self.embedding_scale)
+        reads_all = tap is not None and tap.reads(len(self.layers))
         for index, layer in enumerate(self.layers):
             if tap is not None:
                 tap.see(self.ops, index, hidden)
-            wanted = rows if index == len(self.layers) - 1 else None
+            wanted = rows if index == len(self.layers) - 1 and not reads_all else None
             hidden = layer.forward(self.ops, attention, index, hidden, wanted)
-        return hidden
+        if tap is None or not reads_all:
+            return hidden
+        tap.see(self.ops, len(self.layers), self.normed(hidden))
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.logits(self.normed(hidden), self.lm_head, self.logit_scale, self.logit_cap)

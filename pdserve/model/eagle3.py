@@ -20,6 +20,7 @@ from pdserve.model.mlp import Mlp, build_mlp
 from pdserve.model.ops import DeviceOps, Linear, Norm, Ops
 from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope
+from pdserve.model.taps import Taps
 from pdserve.model.weights import WHOLE
 
 LAYER = "midlayer."
@@ -37,7 +38,7 @@ class Eagle3Head:
 
     config: ModelConfig
     ops: Ops
-    fc: tuple[tuple[int, Linear], ...]  # by the model's layer: what makes features of the hidden states before it
+    taps: Taps
     embedding: Linear  # [vocab_size, hidden_size]
     before_attention: tuple[Norm, Norm]  # of embedding and feature
     attention: SelfAttention
@@ -48,12 +49,10 @@ class Eagle3Head:
     lm_head: Linear  # [draft_vocab_size, hidden_size]
     token_ids: Tensor  # int64 [draft_vocab_size]: the model's tokens
     rope: Rope
+    scores: design.Scores
 
     def hidden(self, token_ids: Tensor, features: Tensor, attention: Attention, rows: Tensor) -> Tensor:
-        """Compute K and V of every position, and outputs of some: [len(rows), hidden_size].
-
-        token_ids: int64 [num_positions], of the tokens that follow. features: [num_positions, hidden_size].
-        """
+        """Compute K and V of every position, and outputs of some: see `guessing_head.Head`."""
         ops, (of_embedding, of_feature) = self.ops, self.before_attention
         embedded, normed = ops.norm(ops.embed(token_ids, self.embedding), of_embedding), ops.norm(features, of_feature)
         mixed = self.attention.mixed(ops, attention, 0, torch.cat((embedded, normed), -1))
@@ -85,7 +84,7 @@ class Eagle3Head:
         return cls(
             config=config,
             ops=ops,
-            fc=tuple(zip(of.layers, fc, strict=True)),
+            taps=tuple(zip(of.layers, fc, strict=True)),
             embedding=embedding,
             before_attention=(in_layer.norm("input_layernorm", layer.norm), in_layer.norm("hidden_norm", layer.norm)),
             attention=SelfAttention.build(replace(layer.attention, num_inputs=2), in_layer),
@@ -96,4 +95,5 @@ class Eagle3Head:
             lm_head=ops.held(tensors.take_matrix(LM_HEAD, of.draft_vocab_size, size)),
             token_ids=token_ids,
             rope=Rope(config.head_dim, layer.attention.rope, tensors.device),
+            scores=layer.attention.scores,
         )

@@ -154,6 +154,11 @@ class Model(Protocol):
         ...
 
     @property
+    def lm_head(self) -> Linear:
+        """Return what makes logits, which are yet to be scaled and capped."""
+        ...
+
+    @property
     def ropes(self) -> Sequence[Rope]:
         """Return the rope of each layer; layers that rotate alike share one."""
         ...

@@ -6,6 +6,10 @@ from torch import Tensor
 
 from pdserve.model.ops import Linear, Ops
 
+Taps = tuple[tuple[int, Linear | None], ...]
+"""Of each hidden state that is read: the place of the layer that takes it, or the number of layers for what the model's
+head takes; and the matrix [hidden_size, hidden_size] that multiplies it. Where there is one alone it may have none."""
+
 
 @dataclass(slots=True)
 class Tap:
@@ -14,12 +18,18 @@ class Tap:
     That is the product of one wide matrix with these states side by side, without a copy of them.
     """
 
-    parts: tuple[tuple[int, Linear], ...]  # a layer's place, and the matrix [hidden_size, hidden_size]
+    parts: Taps
     features: Tensor | None = None  # [num_tokens, hidden_size]
 
+    def reads(self, layer: int) -> bool:
+        return any(place == layer for place, _ in self.parts)
+
     def see(self, ops: Ops, layer: int, hidden: Tensor) -> None:
-        """Take in the hidden states before a layer."""
+        """Take in what a layer takes, or the model's head, which nobody overwrites."""
         for place, matrix in self.parts:
             if place == layer:
                 made = self.features
+                if matrix is None:
+                    self.features = hidden
+                    continue
                 self.features = ops.linear(hidden, matrix) if made is None else ops.linear_add(hidden, matrix, made)

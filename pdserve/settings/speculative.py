@@ -14,10 +14,11 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["ngram", "draft_model", "eagle3"] = Field(
+    method: Literal["ngram", "draft_model", "eagle3", "mtp"] = Field(
         "ngram",
         description="ngram: what followed the latest tokens where they stood in the same sequence before. draft_model: "
-        "what a smaller model samples. eagle3: what an EAGLE-3 head samples, from what the model computes.",
+        "what a smaller model samples. eagle3: what an EAGLE-3 head samples, from what the model computes. mtp: what "
+        "the model's own module samples.",
     )
     num_speculative_tokens: int = Field(
         10, ge=1, le=MAX_TOKENS, description="Most guesses that a step verifies for a sequence."
@@ -29,16 +30,17 @@ class SpeculativeConfig(BaseModel):
         8, ge=1, le=32, description="How many of them are compared; of longer matches the latest counts."
     )
     model: str | None = Field(
-        None, min_length=1, description="The draft model or head, a path or a name as of `model`; not for method ngram."
+        None, min_length=1, description="The draft model or head, a path or a name as of `model`; for these methods."
     )
 
     @model_validator(mode="after")
     def _has_keys_of_its_method(self) -> Self:
-        if self.method == "ngram" and self.model is not None:
-            raise FieldError(("model",), "goes with method draft_model or eagle3, not with ngram")
+        has_model = self.method in ("draft_model", "eagle3")
+        if self.model is not None and not has_model:
+            raise FieldError(("model",), f"goes with method draft_model or eagle3, not with {self.method}")
+        if self.model is None and has_model:
+            raise FieldError(("model",), f"method {self.method} needs it")
         if self.method != "ngram":
-            if self.model is None:
-                raise FieldError(("model",), f"method {self.method} needs it")
             for key in sorted(self.model_fields_set & {"prompt_lookup_min", "prompt_lookup_max"}):
                 raise FieldError((key,), f"goes with method ngram, not with {self.method}")
         return self

@@ -176,7 +176,7 @@ def test_features_are_those_of_a_forward_pass_where_programs_compute_decode_step
     monkeypatch.setattr(DecodePrograms, "logits", lambda *of: (computed_by.append(1), program_logits(*of))[1])
     kept = []
     for more in ((), (Chunk((50, 51), 0, (3,), ()),)):  # with a prompt's chunk, a step is no program
-        runner, features = Runner(model, 8, 16), Features(head.fc, 8, 16)
+        runner, features = Runner(model, 8, 16), Features(head.taps, 8, 16)
         runner.keep(features)
         runner.run(StepPlan((*rows, *more)))
         kept.append(features.of(np.array([0, 16, 32])).clone())

@@ -73,6 +73,27 @@ def random_head(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     }
 
 
+def head_for_few(config: Mapping[str, Any], model: Tensors, tokens: Seq[int]) -> Tensors:
+    """Return the head that guesses what a model samples of a few tokens, if that depends on the last one alone.
+
+    A position attends to positions of the same token, since queries are multiples of keys. Values are the embedding of
+    the token that follows, of which one head has room for those of so many tokens as it is wide.
+    """
+    head = {name: torch.zeros_like(each) for name, each in random_head(config).items()}
+    size, dim = config["hidden_size"], config["head_dim"]
+    basis, _ = torch.linalg.qr(model["model.embed_tokens.weight"][list(tokens)].T)
+    rows = torch.zeros(dim, size)
+    rows[: len(tokens)] = basis.T
+    head["midlayer.self_attn.q_proj.weight"][:dim, :size] = 40 * rows
+    for name in "kv":
+        head[f"midlayer.self_attn.{name}_proj.weight"][:dim, :size] = rows
+    head["midlayer.self_attn.o_proj.weight"][:, :dim] = rows.T
+    for name in ("midlayer.input_layernorm", "midlayer.post_attention_layernorm"):
+        head[f"{name}.weight"] += 1
+    head |= {"norm.weight": model["model.norm.weight"].clone(), "lm_head.weight": model["lm_head.weight"].clone()}
+    return {name: each for name, each in head.items() if name not in ("d2t", "t2d")}
+
+
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -21,8 +21,8 @@ from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
 from pdserve.engine.step import Matcher, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
 from pdserve.executor.failing import Isolating
-from pdserve.model.eagle3 import Eagle3Head
 from pdserve.model.family import Model
+from pdserve.model.guessing_head import Head
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
@@ -70,7 +70,7 @@ class Bench:
     draft_model_len: int = 400
     row_s: float = 0.0001  # that a row takes
     draft_run: Callable[[Run], Run] = lambda run: run  # what is put around the draft model's steps
-    head: Eagle3Head | None = None  # guesses, in place of a draft model
+    head: Head | None = None  # guesses, in place of a draft model
     head_drafter: type[HeadDrafter] = HeadDrafter
     drafted: list[tuple[Sequence, list[int], tuple[int, ...]]] = field(default_factory=list)  # all guesses, and of what
     answers: dict[Name, list[SampledToken]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Bench:
             self.draft_runner.run = self.draft_run(self.draft_runner.run)  # type: ignore[method-assign]
             verify = ModelDrafter(self.draft_runner).beside(verify)
         elif self.head is not None:
-            limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len, has_head=True)
+            limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len, head="eagle3")
             verify = self.head_drafter(self.head, runner, (END,)).beside(verify)
         elif self.drafter:
             lookup = LOOKUP if self.drafter == "ngram" else None

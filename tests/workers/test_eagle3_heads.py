@@ -9,6 +9,7 @@ import pytest
 import torch
 from eagle3_heads import Tensors, head_config, random_head, write_head
 from model_zoo import write_model
+from mtp_modules import write_model_with_module
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
@@ -47,7 +48,7 @@ def test_a_worker_with_a_head_has_pages_with_room_for_it_and_another_name_for_wh
     engines = [started(target, head) for head in (first, first, second)]
     limits = engines[0].scheduler.limits
     assert (limits.num_speculative_tokens, limits.lookup, limits.draft_model_len) == (5, None, 640)
-    assert limits.has_head
+    assert limits.head == "eagle3"
     layouts = [engine.layout for engine in engines]
     assert layouts[0] == layouts[1] != layouts[2]
     assert {layout.num_layers for layout in layouts} == {4}
@@ -62,7 +63,7 @@ def test_the_form_of_the_speculators_library_says_the_same(target: Path, tmp_pat
     outer = {**own, **more, "architectures": ["Eagle3DraftModel"], "transformer_layer_config": config}
     tensors = {name.replace("midlayer", "layers.0"): each for name, each in random_head({**config, **own}).items()}
     tensors["embed_tokens.weight"] = torch.randn(config["vocab_size"], config["hidden_size"])
-    assert started(target, write_head(tmp_path / "head", outer, tensors)).scheduler.limits.has_head
+    assert started(target, write_head(tmp_path / "head", outer, tensors)).scheduler.limits.head == "eagle3"
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
@@ -179,7 +180,7 @@ def test_keys_of_published_heads_that_change_nothing_are_read(
     tensors = {f"model.{name}": each for name, each in random_head(config).items() if name.startswith("midlayer")}
     others = {name: each for name, each in random_head(config).items() if not name.startswith("midlayer")}
     head = write_head(tmp_path / "head", config, {**others, **tensors})
-    assert started(target, head).scheduler.limits.has_head
+    assert started(target, head).scheduler.limits.head == "eagle3"
 
 
 @pytest.mark.parametrize("given", [None, [2, 18, 33], [1, 17, 32]])
@@ -189,3 +190,24 @@ def test_numbers_of_layers_that_begin_with_one_are_of_those_behind_which_states_
     raw = json.loads((target / "config.json").read_text())
     model = ModelConfig.from_hf({**raw, "num_hidden_layers": 36})
     assert read_head(config_of(target, eagle_aux_hidden_state_layer_ids=given), model).layers == (2, 18, 33)
+
+
+def with_module(folder: Path, **settings: object) -> Engine:
+    return started(folder, folder, speculative_config={"method": "mtp"}, **settings)
+
+
+def test_a_models_own_module_needs_no_other_directory(tmp_path: Path) -> None:
+    engine = with_module(write_model_with_module("glm4-moe", tmp_path))
+    assert engine.scheduler.limits.head == engine.scheduler.speculation.source == "mtp"
+    assert (engine.layout.num_layers, engine.layout.weights_hash.endswith("head mtp")) == (4, True)
+
+
+def test_a_model_without_a_module_is_refused_by_the_tensors_that_are_missing(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^speculative_config\.method: mtp: .*model\.layers\.3\..*missing"):
+        with_module(write_model("glm4-moe", tmp_path))
+    with pytest.raises(ConfigError, match=r"^speculative_config\.method: mtp: modules were tested of Deepseek"):
+        with_module(target)
+    with pytest.raises(ConfigError, match=r"speculative_config\.method: mtp is not served with kv_cache_dtype"):
+        with_module(target, kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="goes with method draft_model or eagle3, not with mtp"):
+        started(target, tmp_path, speculative_config={"method": "mtp", "model": "x"})
