@@ -105,7 +105,7 @@ def _load_head(
 ) -> Drafter:
     needed = sum([bytes_of(name, stored, form.quantization, form.dtype) for name, stored in files.weights.items()])
     if needed > (left := available_bytes()):
-        raise ConfigError(f"{_KEY}: weights take {needed} bytes, and {left} are left beside the model's")
+        raise ConfigError(f"speculative_config: a head takes {needed} bytes, and {left} are left beside the model")
     head = files.load(runner.model, form.quantization, config.quantized_inputs)
     return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
 

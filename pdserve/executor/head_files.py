@@ -130,7 +130,7 @@ def _token_ids(weights: Mapping[str, Stored], config: HeadConfig) -> torch.Tenso
     token_ids = torch.arange(count)
     if _TO_TARGET not in weights and count == vocab_size:
         return token_ids
-    token_ids += torch.as_tensor(_needed(weights, _TO_TARGET, (count,)).read(()))
+    token_ids += torch.as_tensor(_needed(weights, _TO_TARGET, (count,)).read(())).long()
     if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(token_ids.unique()) < count:
         raise ConfigError(f"{_TO_TARGET}: does not name {count} of the model's {vocab_size} tokens")
     if _IN_TARGET in weights:

@@ -65,7 +65,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model. For a head, its tokens depend on the last one alone, so that a head that is right can be written."""
+    """Write a model. For a head, its tokens depend on the last one alone, so that a head can be right."""
     folder = write_model("llama3", tmp_path_factory.mktemp("model"))
     if method == "eagle3":
         tensors = load_file(folder / WEIGHTS)
