@@ -134,7 +134,7 @@ class Decoder:
             embedding=vocab_parallel(embedding, rank, config.vocab_size),
             embedding_scale=_embedding_scale(of.embedding, tensors.dtype),
             layers=layers,
-            ropes=_ropes(config, tensors.device),
+            ropes=ropes_of(config, tensors.device),
             final_norm=parts.norm(of.head.norm_name, of.head.norm),
             lm_head=vocab_parallel(head, rank, config.vocab_size),
             logit_scale=of.head.scale,
@@ -168,7 +168,7 @@ def _embedding_scale(of: design.Embedding, dtype: torch.dtype) -> float:
     return float(torch.tensor(of.scale, dtype=dtype)) if of.rounds_scale else of.scale
 
 
-def _ropes(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
+def ropes_of(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
     """Return the rope of each layer; of one without attention, another's."""
     configs = [None if each is None else each.rope for each in config.design.attentions]
     ropes = {each: Rope(config.rope_dim, each, device) for each in dict.fromkeys(configs) if each is not None}

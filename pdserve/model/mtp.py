@@ -13,6 +13,7 @@ from torch import Tensor
 from pdserve.model import design
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
+from pdserve.model.decoder import ropes_of
 from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.ops import DeviceOps, Linear, Norm, Ops
@@ -78,5 +79,5 @@ class MtpHead:
             scores=attention.scores,
             final_norm=parts.norm("shared_head.norm", norm),
             lm_head=lm_head,
-            rope=Rope(config.head_dim, attention.rope, tensors.device),
+            rope=ropes_of(config, tensors.device)[-1],
         )
