@@ -72,7 +72,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
             for (int64_t pair = 0; pair < dim / 2; pair += 16)
                 transpose_pairs(keys + pair * KEYS + key, at + key, 4 * pair);
         interleave_values(values, at, coded ? KEYS * dim * 2 : values_offset, dim);
-        const struct seen rows = {keys, values, coded ? scales : NULL, begin};
+        const struct seen rows = {keys, values, NULL, coded ? scales : NULL, begin};
         for (int64_t head = 0; head < group; head++) {
             element room[TOKENS][WIDENED(dim)];
             const element *queries[TOKENS];

@@ -82,12 +82,15 @@ INLINE void interleave_values(uint32_t *to, const char *const *keys, int64_t off
 
 #endif
 
-/* Adds to sums[row][vector] the products of `count` pairs of each row with columns: [count][stride]. */
+/* Adds to sums[row][vector] the products of `count` pairs of each row with columns: [count][stride]. ahead: 16 rows of as
+ * many pairs, which are asked for meanwhile, or NULL. */
 INLINE void multiply_pairs(
     floats sums[ROWS][VECTORS], const element *const *rows, const uint32_t *columns, int64_t stride, int64_t count,
-    int vectors
+    int vectors, const char *const *ahead
 ) {
     for (int64_t pair = 0; pair < count; pair++) {
+        if (ahead)
+            __builtin_prefetch(ahead[pair % 16] + pair / 16 * 64, 0, 2);
         pairs column[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
@@ -159,6 +162,7 @@ struct queries {
 /* KEYS rows of K and V, as products take them. */
 struct seen {
     const uint32_t *keys, *values;
+    const char *const *ahead; /* the rows that come next, [KEYS], or NULL */
     const float *scales; /* [2][KEYS], of K and of V; NULL where rows are not coded */
     int64_t begin; /* the first key's position */
 };
@@ -180,7 +184,8 @@ INLINE void attend_keys(
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
                     parts[r][v] = splat(0.0f);
-            multiply_pairs(parts, of->rows + row, seen->keys + first * LANES, KEYS, dim / 2, VECTORS);
+            multiply_pairs(parts, of->rows + row, seen->keys + first * LANES, KEYS, dim / 2, VECTORS,
+                           seen->ahead && first == 0 && row < KEYS / 4 ? seen->ahead + row / ROWS * 16 : NULL);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
                     scores[r][first + v] =
@@ -200,9 +205,9 @@ INLINE void attend_keys(
                 for (int v = 0; v < vectors; v++)
                     parts[r][v] = load_float32(sums + (row + r) * value_dim + d + LANES * v) * factors[r];
             if (vectors == VECTORS)
-                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, VECTORS);
+                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, VECTORS, NULL);
             else
-                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, 2);
+                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, 2, NULL);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < vectors; v++)
                     store_float32(sums + (row + r) * value_dim + d + LANES * v, parts[r][v]);

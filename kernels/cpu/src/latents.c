@@ -29,15 +29,18 @@ static void attend_tokens(
         so_far[row] = (state){splat(0.0f), -INFINITY};
     }
     memset(sums, 0, padded(count) * values * sizeof *sums);
+    const char *at[KEYS], *next[KEYS];
+    locate_keys(next, step, tokens->pages, call->layer, 0, begin, 0, end);
     for (; begin < end; begin += KEYS) {
-        const char *at[KEYS];
-        locate_keys(at, step, tokens->pages, call->layer, 0, begin, 0, end);
+        memcpy(at, next, sizeof at);
+        const int64_t following = begin + KEYS < end ? begin + KEYS : begin;
+        locate_keys(next, step, tokens->pages, call->layer, 0, following, 0, end);
         for (int64_t key = 0; key < KEYS; key += 16)
             for (int64_t pair = 0; pair < dim / 2; pair += 16)
                 transpose_pairs(columns + pair * KEYS + key, at + key, 4 * pair);
         interleave_values(interleaved, at, 0, values);
         const struct queries of = {queries, count, heads, tokens->position};
-        const struct seen seen = {columns, interleaved, NULL, begin};
+        const struct seen seen = {columns, interleaved, next, NULL, begin};
         attend_keys(sums, so_far, step, &of, &seen, dim, values);
     }
 }
