@@ -122,6 +122,15 @@ def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
     assert len(hashes) == 4
 
 
+def test_rows_of_latents_are_not_those_of_workers_that_order_their_features_otherwise(tmp_path: Path) -> None:
+    latent = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    named = {"architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 8, **latent}
+    for given, is_latent in ((TINY, False), ({**TINY, **named}, True)):
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        config = worker(tmp_path)
+        assert form.choose_form(config, open_model(config)).weights_hash.endswith(form.LATENT_ROWS) == is_latent
+
+
 def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
