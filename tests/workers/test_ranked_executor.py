@@ -172,7 +172,7 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     assert told.targets is not None
     assert tuple(told.targets.token_ids) == (5, 6)
     known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages", "pooling"}
-    of_rank_0 = {"previous", "adapter", "draft"}  # put into token_ids before; refused so far
+    of_rank_0 = {"previous", "adapter", "draft", "following"}  # put into token_ids before; refused so far
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
 
 
