@@ -112,9 +112,12 @@ def _ranked(
 
 
 def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:
-    """Return how pages of a model lie in memory. `weights_hash`: of what fills them. dtype: of K and V in pages."""
+    """Return how pages of a model lie in memory; ConfigError where routers would refuse them.
+
+    weights_hash: of what fills them. dtype: of K and V in pages.
+    """
     first, *others = layer_groups(model, page_size, powers_of_two=device in KERNEL_DEVICES)
-    return KvLayout(
+    layout = KvLayout(
         weights_hash=weights_hash,
         num_layers=first.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -125,6 +128,8 @@ def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype
         others=tuple([_kv_group(of, model) for of in others]),
         kv_parts=model.kv_parts,
     )
+    layout.check()
+    return layout
 
 
 def _kv_group(of: LayerGroup, model: ModelConfig) -> KvGroup:

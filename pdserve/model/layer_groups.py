@@ -52,11 +52,12 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
     full = tuple(place for place, window in enumerate(of_layers) if window is None)
     sliding = tuple(place for place, window in enumerate(of_layers) if window is not None)
     if full and len(found) == 1:
-        ratio = max(1, round(len(sliding) / len(full)))
+        num_full = len(full) + config.num_head_layers
+        ratio = max(1, round(len(sliding) / num_full))
         if powers_of_two:
             ratio = 1 << round(math.log2(ratio))
             page_size = min(page_size, LARGEST_POWER // ratio)
-        larger, smaller = max(ratio * len(full), len(sliding)), min(ratio * len(full), len(sliding))
+        larger, smaller = max(ratio * num_full, len(sliding)), min(ratio * num_full, len(sliding))
         if smaller >= larger * (1 - MOST_UNUSED):
             (window,) = found
             return (

@@ -4,7 +4,7 @@ other pages, and no token changes by it.
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from model_zoo import STATES, VOCAB, first_disagreement, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
 
+from pdserve.base.errors import ConfigError
 from pdserve.base.ids import Attempt, PageId, RequestId
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.kvcache import KvCache
@@ -175,7 +176,24 @@ def test_pages_of_all_groups_fill_nearly_the_same_bytes(
     assert math.prod(pool_size(config, 1, groups, config.head_dim)) * 4 == layout.page_bytes
 
 
+def with_kinds(num_full: int, num_windows: int, num_head_layers: int = 0) -> ModelConfig:
+    kinds = ["full_attention"] * num_full + ["sliding_attention"] * num_windows
+    own = {"num_hidden_layers": len(kinds), "sliding_window": WINDOW, "layer_types": kinds}
+    return replace(ModelConfig.from_hf(BASE | own), num_head_layers=num_head_layers)
+
+
+@pytest.mark.parametrize("num_head_layers", [0, 1])
+@pytest.mark.parametrize("num_full", range(1, 7))
+def test_no_number_of_layers_leaves_pages_that_a_router_refuses(num_full: int, num_head_layers: int) -> None:
+    for num_windows in range(1, 30):
+        describe_layout(with_kinds(num_full, num_windows, num_head_layers), "weights", 16, "float32", "cpu").check()
+
+
+def test_pages_that_a_router_would_refuse_are_refused_at_the_start() -> None:
+    """Pages of 21 windows do not end with a slot of the full layers' pages of 128 tokens, and are rounded up."""
+    with pytest.raises(ConfigError, match="page_size: 128 tokens of the full layers fill 32768 of 49152 bytes"):
+        describe_layout(with_kinds(1, 21), "weights", 16, "float32", "cuda")
+
+
 def test_layers_whose_pages_would_be_half_empty_keep_their_tokens() -> None:
-    kinds = ["full_attention"] * 4 + ["sliding_attention"]
-    config = ModelConfig.from_hf(BASE | {"num_hidden_layers": 5, "sliding_window": WINDOW, "layer_types": kinds})
-    assert [group.window for group in layer_groups(config, 16)] == [None]
+    assert [group.window for group in layer_groups(with_kinds(4, 1), 16)] == [None]
