@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.checkpoint.checkpoint import Checkpoint, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter, ModelDrafter
@@ -91,34 +91,36 @@ def weights_hash(form: Form, drafts: Drafts) -> str:
 def load_drafter(
     config: WorkerConfig, drafts: Drafts, form: Form, runner: EngineRunner, layout: KvLayout, limits: Limits
 ) -> Drafter | None:
-    """Load what guesses beside a worker's model, if anything does. form, layout: of that model."""
-    if isinstance(drafts, Form):
-        return _load_draft_model(config, drafts, layout, len(runner.kv), limits)
+    """Load what guesses beside a worker's model, if anything does. form, layout: of that model.
+
+    The memory of the worker's pages is not taken yet, so it is counted here.
+    """
     if drafts is None:
         return None
+    left = available_bytes() - layout.memory_bytes(len(runner.kv), config.max_num_seqs)
+    if isinstance(drafts, Form):
+        with naming(f"{_KEY}: {drafts.checkpoint.path}"):
+            return _load_draft_model(config, drafts, (len(runner.kv), layout.page_size), limits, left)
     assert isinstance(runner, Runner), "settings refuse other devices"
-    return _load_head(config, drafts, form, runner, limits)
+    with naming("speculative_config.method: mtp" if isinstance(drafts, MtpFiles) else f"{_KEY}: {drafts.path}"):
+        needed = sum([bytes_of(name, stored, form.quantization, form.dtype) for name, stored in drafts.weights.items()])
+        _check_memory(needed, left)
+        head = drafts.load(runner.model, form.quantization, config.quantized_inputs)
+        return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
 
 
-def _load_head(
-    config: WorkerConfig, files: HeadFiles | MtpFiles, form: Form, runner: Runner, limits: Limits
-) -> Drafter:
-    needed = sum([bytes_of(name, stored, form.quantization, form.dtype) for name, stored in files.weights.items()])
-    if needed > (left := available_bytes()):
-        raise ConfigError(f"speculative_config: a head takes {needed} bytes, and {left} are left beside the model")
-    head = files.load(runner.model, form.quantization, config.quantized_inputs)
-    return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
-
-
-def _load_draft_model(config: WorkerConfig, form: Form, layout: KvLayout, num_pages: int, limits: Limits) -> Drafter:
-    """Load a draft model. layout, num_pages: of the worker's pool, whose memory is not taken yet."""
-    shape, page_size = form.checkpoint.config, layout.page_size
+def _load_draft_model(config: WorkerConfig, form: Form, pages: tuple[int, int], limits: Limits, left: int) -> Drafter:
+    """Load a draft model. pages: how many, and the tokens of each; left: bytes for its own and its weights."""
+    shape, (num_pages, page_size) = form.checkpoint.config, pages
     weights = needed_weights(shape, form.checkpoint.weights())
     row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[form.dtype].itemsize
     pool_bytes = num_pages * page_size * shape.num_layers * row_bytes
-    needed = pool_bytes + weight_bytes(form.checkpoint, weights, form.quantization, form.dtype)
-    left = available_bytes() - layout.memory_bytes(num_pages, config.max_num_seqs)
-    if needed > left:
-        raise ConfigError(f"{_KEY}: weights and KV pages take {needed} bytes, and {left} are left beside the model's")
+    _check_memory(pool_bytes + weight_bytes(form.checkpoint, weights, form.quantization, form.dtype), left)
     model = load_form(config, form, torch.device("cpu"), None)
     return ModelDrafter(Runner(model, num_pages, page_size, sorted(limits.eos_token_ids)))
+
+
+def _check_memory(needed: int, left: int) -> None:
+    """Raise ConfigError where what guesses takes more than is left: the kernel would end a worker that serves."""
+    if needed > left:
+        raise ConfigError(f"takes {needed} bytes, and {left} are left beside the model and its KV pages")

@@ -12,8 +12,10 @@ from model_zoo import write_model
 from mtp_modules import write_model_with_module
 
 from pdserve.base.errors import ConfigError
+from pdserve.executor import draft_loading, loading
 from pdserve.model.config import ModelConfig
 from pdserve.model.eagle3_config import read_head
+from pdserve.protocol.link import layout_from_proto, layout_to_proto
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import Engine, build_engine, open_model
 
@@ -54,6 +56,45 @@ def test_a_worker_with_a_head_has_pages_with_room_for_it_and_another_name_for_wh
     assert {layout.num_layers for layout in layouts} == {4}
     assert plain.layout.num_layers == 3
     assert "weights_hash" in str(plain.layout.difference(layouts[0]))
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("gpt-oss", [2, 2]), ("gemma2", [5])])
+def test_routers_take_the_pages_of_a_model_with_windows_and_a_head(
+    tmp_path: Path, family: str, num_layers: list[int]
+) -> None:
+    """Gemma 2's two full layers and the head beside its two windows would leave pages that are not filled."""
+    target = write_model(family, tmp_path / "target")
+    config = config_of(target)
+    layout = started(target, write_head(tmp_path / "head", config, random_head(config))).layout
+    assert layout_from_proto(layout_to_proto(layout)) == layout
+    assert [layout.num_layers, *[group.num_layers for group in layout.others]] == num_layers
+
+
+def test_a_head_without_room_beside_pages_that_are_not_taken_yet_is_refused(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = random_head(config_of(target))
+    head = write_head(tmp_path / "head", config_of(target), tensors)
+    head_bytes = sum(each.nbytes for name, each in tensors.items() if name not in ("d2t", "t2d"))
+    page_bytes = started(target, head).layout.memory_bytes(40, 256)
+    for module in (loading, draft_loading):
+        monkeypatch.setattr(module, "available_bytes", lambda: page_bytes + head_bytes)
+    started(target, head)
+    for module in (loading, draft_loading):
+        monkeypatch.setattr(module, "available_bytes", lambda: page_bytes + head_bytes - 1)
+    problem = f"takes {head_bytes} bytes, and {head_bytes - 1} are left beside the model and its KV pages"
+    with pytest.raises(ConfigError, match=rf"^speculative_config\.model: {head}: {problem}"):
+        started(target, head)
+
+
+def test_a_tensor_of_a_head_that_cannot_be_read_is_named_with_the_heads_path(target: Path, tmp_path: Path) -> None:
+    tensors = random_head(config_of(target))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    head = write_head(tmp_path / "head", config_of(target), tensors)
+    with pytest.raises(
+        ConfigError, match=rf"^speculative_config\.model: {head}: lm_head\.weight: torch\.float8_e4m3fn"
+    ):
+        started(target, head)
 
 
 def test_the_form_of_the_speculators_library_says_the_same(target: Path, tmp_path: Path) -> None:
