@@ -1,6 +1,7 @@
 """Serves a benchmark's workloads with llama.cpp: a JSON object a line comes in, one with the seconds it took goes out.
 
-Runs in a virtual environment with llama-cpp-python, without pdserve. Usage: peer_llama.py FILE.gguf
+Runs in a virtual environment with llama-cpp-python, or with ik-llama-cpp-python, whose bindings are nearly the same,
+and without pdserve. Usage: peer_llama.py FILE.gguf
 """
 
 import ctypes
@@ -11,7 +12,12 @@ import sys
 import time
 from typing import IO
 
-import llama_cpp
+import numpy as np
+
+try:
+    import llama_cpp
+except ImportError:
+    from ik_llama_cpp import _ctypes_api as llama_cpp  # which has no samplers
 
 BATCH_TOKENS = 2048
 ROUNDED_TO = 256  # tokens of a sequence in a context
@@ -20,7 +26,10 @@ ROUNDED_TO = 256  # tokens of a sequence in a context
 def open_model(path: str) -> object:
     """Load the model."""
     llama_cpp.llama_backend_init()
-    return llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_model_default_params()
+    if hasattr(params, "repack_tensors"):  # ik_llama.cpp does it only if it is asked to
+        params.repack_tensors, params.use_mmap = True, False
+    return llama_cpp.llama_model_load_from_file(path.encode(), params)
 
 
 def context_for(model: object, asked: dict[str, float]) -> object:
@@ -28,18 +37,21 @@ def context_for(model: object, asked: dict[str, float]) -> object:
     num_requests, length = int(asked["num_requests"]), int(asked["prompt_tokens"] + asked["output_tokens"])
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = num_requests * -(-length // ROUNDED_TO) * ROUNDED_TO
-    params.n_batch, params.n_seq_max, params.kv_unified = BATCH_TOKENS, num_requests, False
+    params.n_batch, params.n_seq_max = BATCH_TOKENS, num_requests
+    if hasattr(params, "kv_unified"):
+        params.kv_unified = False
+    if hasattr(params, "mla_attn"):  # ik_llama.cpp
+        params.flash_attn = num_requests == 1  # with several sequences in a batch it fails: "GGML_ASSERT(S > 0)"
     num_threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     params.n_threads = params.n_threads_batch = num_threads
     return llama_cpp.llama_init_from_model(model, params)
 
 
 def sampler_of(asked: dict[str, float], number: int) -> object:
-    """Return a chain that samples as the workload asks, with a seed of the request's own."""
-    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    """Return a chain that samples as asked, with a seed of the request's own; None for the likeliest token."""
     if asked["temperature"] == 0:
-        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_greedy())
-        return chain
+        return None
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_p(asked["top_p"], 1))
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(asked["temperature"]))
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(number))
@@ -49,8 +61,9 @@ def sampler_of(asked: dict[str, float], number: int) -> object:
 class Run:
     """Sequences that are computed together."""
 
-    def __init__(self, context: object, asked: dict[str, float]) -> None:
+    def __init__(self, context: object, vocab_size: int, asked: dict[str, float]) -> None:
         self._context = context
+        self._vocab_size = vocab_size
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._samplers = [sampler_of(asked, number) for number in range(int(asked["num_requests"]))]
 
@@ -59,7 +72,8 @@ class Run:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
         for sampler in self._samplers:
-            llama_cpp.llama_sampler_free(sampler)
+            if sampler is not None:
+                llama_cpp.llama_sampler_free(sampler)
 
     def compute(self, tokens: list[tuple[int, int, int, bool]]) -> dict[int, int]:
         """Decode (token, position, sequence, is sampled), in batches; return the tokens sampled, by sequence."""
@@ -75,14 +89,20 @@ class Run:
                 raise RuntimeError("llama_decode failed")
             for place, (_, _, sequence, is_sampled) in enumerate(part):
                 if is_sampled:
-                    chosen = llama_cpp.llama_sampler_sample(self._samplers[sequence], self._context, place)
-                    sampled[sequence] = int(chosen)
+                    sampled[sequence] = self._chosen(sequence, place)
         return sampled
+
+    def _chosen(self, sequence: int, place: int) -> int:
+        if self._samplers[sequence] is not None:
+            return int(llama_cpp.llama_sampler_sample(self._samplers[sequence], self._context, place))
+        logits = llama_cpp.llama_get_logits_ith(self._context, place)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
 
 
 def timed(model: object, asked: dict[str, float], prompts: list[list[int]]) -> float:
     """Return the seconds until all prompts are answered."""
-    run = Run(context_for(model, asked), asked)
+    vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    run = Run(context_for(model, asked), vocab_size, asked)
     began_s = time.perf_counter()
     length = int(asked["prompt_tokens"])
     first = [
@@ -108,8 +128,9 @@ def main() -> None:
     """Load the model, say so, then time each workload."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what llama.cpp prints is no answer
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    if hasattr(llama_cpp, "llama_log_set"):
+        quiet = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     model = open_model(sys.argv[1])
     rng = random.Random(0)
     say(answers, {})

@@ -3,7 +3,7 @@
 The other engine is suspended while the cluster has its turn; a cluster that waits takes under 1 % of a core.
 
 Usage: run_bench_cpu.py --peer DIR [--engine NAME] [--rounds N] [--workloads 1x32x128 ...] [--samplings greedy]
-       [--json FILE] [--num-threads N]
+       [--json FILE] [--num-threads N] [--quantized-inputs 8]
 DIR/venv has the other engine, and DIR its model: see ENGINES. Beside wall clock stands the CPU time of all processes of
 each engine: with one thread it compares them on a machine that others keep busy.
 """
@@ -47,6 +47,8 @@ class Engine:
 ENGINES = {
     "vllm": Engine("vLLM", "peer_vllm.py", "smollm2", "none"),
     "llama.cpp": Engine("llama.cpp", "peer_llama.py", "", "gguf"),
+    "llama.cpp-q4_0": Engine("llama.cpp", "peer_llama.py", "q4_0.gguf", "gguf"),
+    "ik_llama.cpp": Engine("ik_llama.cpp", "peer_llama.py", "q4_0.gguf", "gguf"),
     "openvino": Engine("OpenVINO", "peer_openvino.py", "openvino", "none"),
     "openvino-int4": Engine("OpenVINO", "peer_openvino.py", "openvino-int4", "gguf"),
 }
@@ -224,12 +226,14 @@ async def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=tuple(SAMPLINGS))
     parser.add_argument("--num-threads", type=int, help="of each engine; by default one for each core")
+    parser.add_argument("--quantized-inputs", type=int, choices=(8, 16), default=16, help="bits; ours")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     lines = [Line(each, name, [], [], [], []) for each in arguments.workloads for name in arguments.samplings]
     engine = ENGINES[arguments.engine]
     peer = await Peer.started(arguments.peer, engine, arguments.num_threads)
     flags = {"dtype": "bfloat16", "quantization": engine.quantization, "num_threads": arguments.num_threads}
+    flags |= {"quantized_inputs": arguments.quantized_inputs}
     spec = ClusterSpec(str(resolve_model(MODEL)), MODEL, name="bench-cpu", worker_flags=flags)
     async with live_cluster(spec, report) as cluster:
         await compared(peer, cluster, lines, arguments.rounds)
