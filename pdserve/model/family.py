@@ -51,6 +51,10 @@ class TensorSource(Protocol):
         """
         ...
 
+    def group(self, name: str) -> int:
+        """Return how many inputs of `name`.weight cannot be parted: those that share a scale, or 1."""
+        ...
+
 
 class Wanted:
     """Notes which tensors a model takes, and gives it matrices of no inputs in their place, which take no memory.
@@ -80,6 +84,11 @@ class Wanted:
         weight = self.take(f"{name}.weight", (outputs, inputs), shard)
         by_rows = None if shard is None or shard.axis == COLUMNS else shard
         return Dense(weight, self.take(f"{name}.bias", (outputs,), by_rows) if bias else None)
+
+    def group(self, name: str) -> int:
+        """Count shards as if no inputs shared scales: groups are small beside them."""
+        del name
+        return 1
 
 
 class Tensors:
@@ -117,6 +126,9 @@ class Tensors:
             added = None
         weight = self._take(f"{name}.weight", shard)
         return Quantized(weight, self.dtype, added) if isinstance(weight, Groups) else Dense(weight, added)
+
+    def group(self, name: str) -> int:
+        return self._left[f"{name}.weight"].group
 
     def _take(
         self, name: str, shard: Shard | None, plus: float = 0.0, dtype: torch.dtype | None = None

@@ -91,11 +91,11 @@ def mxfp4(codes: Bytes, exponents: Bytes) -> Groups | None:
 
     codes: [width, inputs / GROUP, HALF], packed as those of `Groups`. exponents: of the groups' powers of two, and 127.
     """
-    has_values = (codes & 0x77).any(axis=-1)
+    has_values = (codes & 0x77).any(axis=-1) | (exponents == 255)
     halved = np.where(has_values, exponents.astype(np.int32) - 128, 0)  # since levels are twice the values
     if halved.min() < FP4_EXPONENTS.start or halved.max() >= FP4_EXPONENTS.stop:
         return None
-    scales = np.ldexp(np.float32(1.0), halved).astype(np.float16)
+    scales = np.where(has_values, np.ldexp(np.float32(1.0), halved), 0).astype(np.float16)
     return Groups(4, codes, scales, np.float16(-FP4_ZERO) * scales, fp4=True)
 
 

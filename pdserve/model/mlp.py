@@ -79,8 +79,9 @@ class GatedMlp:
         cls, prefix: str, of: design.GatedMlp, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
     ) -> Self:
         """Put it together; its products are those of the rank's features."""
-        inner, rows = of.inner_size, rank.rows()
         gate_name, up_name, down_name = of.names
+        inner, group = of.inner_size, tensors.group(f"{prefix}{down_name}")
+        rows = rank.rows(group)
 
         def taken(name: str) -> Matrix:
             return tensors.take_matrix(f"{prefix}{name}", inner, hidden_size, bias=of.bias, shard=rows)
@@ -91,7 +92,7 @@ class GatedMlp:
             gate, up = rows_of(both, span), rows_of(both, slice(inner + span.start, inner + span.stop))
         else:
             gate, up = taken(gate_name), taken(up_name)
-        down = tensors.take_matrix(f"{prefix}{down_name}", hidden_size, inner, bias=of.bias, shard=rank.columns())
+        down = tensors.take_matrix(f"{prefix}{down_name}", hidden_size, inner, bias=of.bias, shard=rank.columns(group))
         scales = of.input_scale, of.output_scale
         return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down), *scales)
 
@@ -117,9 +118,10 @@ class PlainMlp:
     def build(
         cls, prefix: str, of: design.PlainMlp, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
     ) -> Self:
-        inner = of.inner_size
-        up = tensors.take_matrix(f"{prefix}{of.up}", inner, hidden_size, bias=of.bias, shard=rank.rows())
-        down = tensors.take_matrix(f"{prefix}{of.down}", hidden_size, inner, bias=of.bias, shard=rank.columns())
+        inner, group = of.inner_size, tensors.group(f"{prefix}{of.down}")
+        rows, columns = rank.rows(group), rank.columns(group)
+        up = tensors.take_matrix(f"{prefix}{of.up}", inner, hidden_size, bias=of.bias, shard=rows)
+        down = tensors.take_matrix(f"{prefix}{of.down}", hidden_size, inner, bias=of.bias, shard=columns)
         activation: MlpActivation = of.activation
         if of.activation is Activation.XIELU:
             scalars = (tensors.take(f"{prefix}act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))

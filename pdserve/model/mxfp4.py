@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pdserve.model.groups import Groups, mxfp4, packed_halves
+from pdserve.model.groups import FP4_EXPONENTS, Groups, mxfp4, packed_halves
 
 BIAS = 127  # of exponents
 NOT_A_NUMBER = 255  # a scale
@@ -26,6 +26,11 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
 def kept(codes: Tensor, scales: Tensor) -> Groups | None:
     """Return a matrix as it is, for products; None if theirs cannot have such scales. codes, scales: as `decoded`."""
     return mxfp4(packed_halves(_unpacked(codes).numpy()), scales.numpy())
+
+
+def takes_scales(scales: Tensor) -> bool:
+    """Say whether products take all of these scales, whatever their codes are."""
+    return all(int(scale) - BIAS - 1 in FP4_EXPONENTS for scale in scales.aminmax())
 
 
 def _unpacked(codes: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Experts that a checkpoint holds in a few tensors, all of a layer in each, as matrices of their own. Free of torch."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 from pdserve.base.errors import ConfigError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from pdserve.model.weights import Read
+
+logger = logging.getLogger(__name__)
 
 CODES, SCALES = "_blocks", "_scales"  # of MXFP4, after a tensor's name
 
@@ -77,7 +80,9 @@ class _Stacks:
             raise ConfigError(f"{name}{CODES}: {inputs} inputs are not whole blocks of {GROUP}")
         codes = self._taken(f"{name}{CODES}", (outputs, inputs // GROUP, GROUP // 2))
         scales = self._taken(f"{name}{SCALES}", (outputs, inputs // GROUP))
-        return partial(_read_mxfp4, (codes, scales), name, self.keep_coded), GROUP if self.keep_coded else 1
+        if not self.keep_coded:
+            return partial(_decoded, (codes, scales), name), 1
+        return _Mxfp4((codes, scales), name).read, GROUP
 
     def _taken(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Take a stack of such matrices or rows, one for each expert."""
@@ -95,17 +100,41 @@ def _read(whole: Stored, inputs_first: bool, expert: int, rows: slice, part: Par
     return (own.T if inputs_first else own)[rows][part]
 
 
-def _read_mxfp4(
-    stacks: tuple[Stored, Stored], name: str, keep_coded: bool, expert: int, rows: slice, part: Part
-) -> "Read":
-    """Return the same of stacks in MXFP4: as products take it, or decoded."""
-    from pdserve.model.mxfp4 import decoded, kept  # noqa: PLC0415 - imports torch
+class _Mxfp4:
+    """A stack in MXFP4: products take all of it, or all of it is decoded, since experts lie together in one form."""
 
-    own = [cast("torch.Tensor", stored.read((slice(expert, expert + 1),)))[0][rows] for stored in stacks]
-    groups = kept(*own) if keep_coded else None
-    if groups is not None:
+    def __init__(self, stacks: tuple[Stored, Stored], name: str) -> None:
+        self._stacks, self._name = stacks, name
+
+    def read(self, expert: int, rows: slice, part: Part) -> "Read":
+        """Return a part of some outputs of one expert."""
+        if not self._is_kept:
+            return _decoded(self._stacks, self._name, expert, rows, part)
+        from pdserve.model.mxfp4 import kept  # noqa: PLC0415 - imports torch
+
+        groups = kept(*(_read(stored, False, expert, rows, ()) for stored in self._stacks))
+        assert groups is not None
         return groups.part(part)
+
+    @cached_property
+    def _is_kept(self) -> bool:
+        """Say whether products take the scales of all experts; codes are read of experts with a scale beyond them."""
+        from pdserve.model.mxfp4 import takes_scales, kept  # noqa: PLC0415 - imports torch
+
+        codes, scales = self._stacks
+        for expert in range(scales.shape[0]):
+            own = _read(scales, False, expert, slice(None), ())
+            if not takes_scales(own) and kept(_read(codes, False, expert, slice(None), ()), own) is None:
+                logger.warning("%s%s: one is beyond what products take; all experts are decoded", self._name, SCALES)
+                return False
+        return True
+
+
+def _decoded(stacks: tuple[Stored, Stored], name: str, expert: int, rows: slice, part: Part) -> "torch.Tensor":
+    """Return a part of some outputs of one expert whose stacks are in MXFP4."""
+    from pdserve.model.mxfp4 import decoded  # noqa: PLC0415 - imports torch
+
     try:
-        return decoded(*own)[part]
+        return decoded(*(_read(stored, False, expert, rows, ()) for stored in stacks))[part]
     except ValueError as error:
         raise ConfigError(f"{name}{SCALES}: {error}") from error

@@ -107,7 +107,7 @@ def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        (2, {"intermediate_size": 128}),
+        (2, {"intermediate_size": 96}),  # one group, and two
         (4, {"hidden_size": 128, "intermediate_size": 128}),
         (3, {**NINE_HEADS, "hidden_size": 288, "intermediate_size": 288}),
     ],

@@ -4,21 +4,26 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from greedy_runs import greedy_texts
 from held_weights import held
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 from safetensors.torch import load_file, save_file
+from thread_ranks import thread_ranks
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
 from pdserve.engine.runner import Runner
+from pdserve.executor.form import weight_bytes as estimated_bytes
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.config import ModelConfig
-from pdserve.model.groups import Groups
-from pdserve.model.loading import load_model, shapes_of
+from pdserve.model.groups import Groups, mxfp4
+from pdserve.model.loading import load_model, needed_weights, shapes_of
+from pdserve.model.ops import weight_bytes
 from pdserve.model.stacked import apart
 from pdserve.model.weights import Shard, Weights
 
@@ -177,23 +182,37 @@ def test_mxfp4_is_decoded_as_transformers_does() -> None:
         assert torch.equal(found, expected[expert, :, 1::2].T)
 
 
-def test_mxfp4_is_kept_where_products_take_its_scales() -> None:
+@pytest.mark.parametrize("outlier", [140, 141, 100])
+def test_a_stack_in_mxfp4_is_kept_if_products_take_all_of_its_scales_else_all_is_decoded(
+    outlier: int, caplog: pytest.LogCaptureFixture
+) -> None:
     coded = in_mxfp4(COUNT, 2 * INNER)
     scales = coded[f"{EXPERTS}.gate_up_proj_scales"].clamp_(104, 140)
-    scales[1, 3] = 141  # 12 times a half of it is no float16: the power of two of an up
+    scales[1, 3] = outlier  # 12 times a half of 2 ** (141 - 127) is no float16
+    scales[2, 4], coded[f"{EXPERTS}.gate_up_proj_blocks"][2, 4] = 0, 0x80  # a block of zeros has any scale
     kept, decoded = (apart(held(of_wide(coded)), WIDE, keep_coded=each) for each in (True, False))
     for expert in range(COUNT):
         for name in ("gate", "up"):
             own = f"{EXPERTS}.{expert}.{name}_proj.weight"
             for part in ((), (slice(2, 5),), (slice(None), slice(0, 32))):
                 found, expected = kept[own].read(part), decoded[own].read(part)
-                if (expert, name) == (1, "up") and part != (slice(2, 5),):
-                    assert isinstance(found, Tensor)
-                elif isinstance(found, Groups):
+                assert isinstance(found, Groups) == (outlier == 140)
+                if isinstance(found, Groups):
                     assert found.fp4
                     found = torch.from_numpy(found.values())
                 assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
         assert (kept[own].group, decoded[own].group) == (32, 1)
+    said = f"{EXPERTS}.gate_up_proj_scales: one is beyond what products take; all experts are decoded"
+    assert [record.getMessage() for record in caplog.records] == ([] if outlier == 140 else [said])
+
+
+def test_a_block_of_zeros_in_mxfp4_has_no_scale() -> None:
+    zeros, scales = np.zeros((1, 2, 16), np.uint8), np.array([[120, 130]], np.uint8)
+    found = mxfp4(zeros, scales)
+    assert found is not None
+    assert not found.scales.any(), "its products are exactly zero, whatever its inputs are"
+    assert not found.minimums.any()
+    assert mxfp4(zeros, np.array([[120, 255]], np.uint8)) is None, "this is not a number"
 
 
 def test_broken_mxfp4_is_named() -> None:
@@ -212,13 +231,12 @@ def test_broken_mxfp4_is_named() -> None:
         apart(held({**of_gpt_oss(), **coded}), GPT_OSS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path, *, is_kept: bool) -> None:
+def write_in_mxfp4(folder: Path, **shape: int) -> tuple[Path, Path]:
+    """Write a model with the values of random codes, and the same with the codes themselves."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415 - its room is large
 
-    plain = write_model("gpt-oss", tmp_path / "decoded")
-    coded = Path(shutil.copytree(plain, tmp_path / "coded"))
+    plain = write_model("gpt-oss", folder / "decoded", **shape)
+    coded = Path(shutil.copytree(plain, folder / "coded"))
     weights, draw = load_file(plain / SINGLE_FILE), torch.Generator().manual_seed(2)
     published = dict(weights)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -231,13 +249,48 @@ def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path, 
     save_file(published, coded / SINGLE_FILE, metadata={"format": "pt"})
     config = json.loads((coded / "config.json").read_text())
     (coded / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
-    opened = open_directory(coded)
+    return plain, coded
+
+
+def kept_in(opened: Checkpoint) -> Weights:
     assert opened.coded_as == "mxfp4"
-    weights_of = opened.coded_weights if is_kept else opened.weights
-    assert weights_of is not None
-    model, oracle = load_model(opened.config, weights_of(), torch.float32), load_oracle(plain)
+    assert opened.coded_weights is not None
+    return opened.coded_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path, *, is_kept: bool) -> None:
+    plain, coded = write_in_mxfp4(tmp_path)
+    opened = open_directory(coded)
+    weights = kept_in(opened) if is_kept else opened.weights()
+    model, oracle = load_model(opened.config, weights, torch.float32), load_oracle(plain)
     assert is_kept == any(isinstance(each, Tiles) and each.fp4 for each in model.matrices())
     asked = [prompt(length) for length in (5, 150)]
     for each, answer in zip(asked, greedy_texts(Runner(model, 40, 16), asked, 24), strict=True):
         assert len(set(answer)) > 4
         assert first_disagreement(oracle, each, answer) is None
+
+
+@pytest.mark.slow
+def test_ranks_divide_experts_in_mxfp4_in_whole_blocks_and_draw_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    opened, asked = open_directory(write_in_mxfp4(tmp_path, intermediate_size=160)[1]), [prompt(5), prompt(150)]
+    whole = load_model(opened.config, kept_in(opened), torch.float32)
+    expected = greedy_texts(Runner(whole, 40, 16), asked, 16)
+    with thread_ranks(2, opened.config, kept_in(opened), torch.float32, 40) as ranks:
+        inners = [{each.inputs for each in own.matrices() if isinstance(each, Tiles) and each.fp4} for own in ranks.models]
+        assert greedy_texts(ranks, asked, 16) == expected
+    assert inners == [{64}, {64, 96}], "the first has 2 of 5 blocks of 32; the hidden size is 64"
+
+
+@pytest.mark.slow
+def test_the_bytes_that_experts_in_mxfp4_take_are_estimated_as_products_hold_them(tmp_path: Path) -> None:
+    opened = open_directory(write_in_mxfp4(tmp_path)[1])
+    experts = {
+        name: stored
+        for name, stored in needed_weights(opened.config, opened.weights()).items()
+        if ".experts." in name and name.endswith(".weight")
+    }
+    model = load_model(opened.config, kept_in(opened), torch.bfloat16)
+    held_bytes = sum(weight_bytes(each) for each in model.matrices() if isinstance(each, Tiles) and each.fp4)
+    assert estimated_bytes(opened, experts, "mxfp4", "bfloat16") == held_bytes

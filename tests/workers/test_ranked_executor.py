@@ -140,12 +140,12 @@ def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"quantization": "int8"}, r"mlp\.down_proj\.weight: inputs 0 to 48 of 96 are not whole groups of 32"),
+        ({"quantization": "int8"}, r"mlp\.gate_proj\.weight: 32 in units of 32 cannot be split over 2 ranks"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size: 8: 4 heads, 4 of them of keys"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path, settings: dict[str, object], problem: str) -> None:
-    shape = {"intermediate_size": 96, "hidden_size": 64}
+    shape = {"intermediate_size": 32, "hidden_size": 64}
     config = config_of(tmp_path, **settings)
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | shape))
     with pytest.raises(ConfigError, match=problem):
