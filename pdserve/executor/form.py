@@ -96,8 +96,9 @@ def untried_kind(model: ModelConfig, **others: bool) -> str | None:
 def weight_bytes(checkpoint: Checkpoint, weights: Weights, quantization: ChosenQuantization, dtype: str) -> int:
     """Return the bytes that weights take in memory, nearly. weights: those of the checkpoint that a model needs."""
     if quantization == "mxfp4":  # a block takes more than in the file
-        forms = ((name, stored, "int4" if ".experts." in name else "none") for name, stored in weights.items())
-        return sum([bytes_of(name, stored, form, dtype) for name, stored, form in forms])
+        experts = {name: stored for name, stored in weights.items() if ".experts." in name}
+        others = {name: stored for name, stored in weights.items() if name not in experts}
+        return weight_bytes(checkpoint, experts, "int4", dtype) + weight_bytes(checkpoint, others, "none", dtype)
     if quantization == checkpoint.coded_as:
         return sum([file.stat().st_size for file in checkpoint.weight_files])
     return sum([bytes_of(name, stored, quantization, dtype) for name, stored in weights.items()])

@@ -119,7 +119,7 @@ class _Mxfp4:
     @cached_property
     def _is_kept(self) -> bool:
         """Say whether products take the scales of all experts; codes are read of experts with a scale beyond them."""
-        from pdserve.model.mxfp4 import takes_scales, kept  # noqa: PLC0415 - imports torch
+        from pdserve.model.mxfp4 import kept, takes_scales  # noqa: PLC0415 - imports torch
 
         codes, scales = self._stacks
         for expert in range(scales.shape[0]):
