@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 from torch import Tensor
 
 from pdserve.engine.batch import PooledChunk
@@ -11,8 +12,8 @@ from pdserve.model.family import Model
 def pooled(model: Model, chunks: Seq[PooledChunk], hidden: Tensor, lasts: Tensor) -> dict[int, bytes]:
     """Return each chunk's vector by its place in the plan; of a mean, the sum over the chunk.
 
-    ArithmeticError if one is not finite. hidden: [num_tokens, hidden_size], read only where a mean is wanted.
-    lasts: [num chunks, hidden_size], of each chunk's last token.
+    hidden: [num_tokens, hidden_size], read only where a mean is wanted. lasts: [num chunks, hidden_size], of each
+    chunk's last token. Of logits, the first rank's vectors alone mean something.
     """
     vectors: dict[int, bytes] = {}
     for each, last in zip(chunks, lasts, strict=True):
@@ -23,7 +24,11 @@ def pooled(model: Model, chunks: Seq[PooledChunk], hidden: Tensor, lasts: Tensor
                 vector = model.normed(hidden[each.rows]).float().sum(0)
             case "logits":
                 vector = model.logits(last[None])[0].float()[list(each.pooling.token_ids)]
-        if not bool(vector.isfinite().all()):
-            raise ArithmeticError("a prompt's vector is not finite")
         vectors[each.place] = vector.numpy().astype("<f4", copy=False).tobytes()
     return vectors
+
+
+def check_finite(vectors: dict[int, bytes]) -> None:
+    """Raise ArithmeticError if one is not finite. Call it on the first rank, when no rank waits for a sum."""
+    if not all(np.isfinite(np.frombuffer(each, "<f4")).all() for each in vectors.values()):
+        raise ArithmeticError("a prompt's vector is not finite")

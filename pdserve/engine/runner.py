@@ -27,7 +27,7 @@ from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.features import Features
 from pdserve.engine.layer_kinds import ByLayer, LayerKind, by_layer, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
-from pdserve.engine.pooling import pooled
+from pdserve.engine.pooling import check_finite, pooled
 from pdserve.engine.sampler import Sampler, score
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.cpu.attention import serves, serves_chunks
@@ -182,6 +182,7 @@ class Runner:
             masks = self._begin_masks(batch.samples)
             if batch.scored or batch.pooled:
                 logits, prompts, vectors = self._beside(batch)
+                check_finite(vectors)
             else:
                 logits = self._logits(batch)
             found = masks.result() if masks is not None else NO_MASKS

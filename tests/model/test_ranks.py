@@ -1,5 +1,6 @@
 """Ranks that hold a model together compute in float32 what one rank computes; each has its share of the weights."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,18 +8,24 @@ import torch
 from greedy_runs import greedy_texts
 from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt, write_model
 from noted_programs import note_program_rows
+from numpy import frombuffer
 from thread_ranks import thread_ranks
+from torch import Tensor
 
 from pdserve.base.errors import ConfigError
+from pdserve.base.ids import PageId
 from pdserve.checkpoint.checkpoint import Checkpoint, in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
+from pdserve.engine.step import Chunk, StepPlan
+from pdserve.executor.rank_sums import SharedRanks
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.model.ops import weight_bytes
 from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Weights
+from pdserve.protocol.pooling import Pooling
 
 NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
 PROMPTS = [prompt(count, count) for count in (5, 45, 150)]
@@ -96,6 +103,24 @@ def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoi
     whole = weight_total(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
     with thread_ranks(2, checkpoint.config, checkpoint.weights(), torch.float32, NUM_PAGES) as ranks:
         assert [weight_total(model) for model in ranks.models] == pytest.approx([whole / 2] * 2, rel=0.03)
+
+
+def test_scores_are_those_of_one_rank_whatever_others_hold_in_place_of_the_gathered_logits(
+    opened: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = SharedRanks.gather
+
+    def of_the_first(ranks: SharedRanks, x: Tensor, width: int) -> Tensor:
+        return gather(ranks, x, width) if ranks.rank.index == 0 else gather(ranks, x, width).fill_(math.nan)
+
+    monkeypatch.setattr(SharedRanks, "gather", of_the_first)
+    checkpoint = opened(LLAMA)
+    given = (checkpoint.config, checkpoint.weights(), torch.float32)
+    chunk = Chunk(PROMPTS[0], 0, (PageId(1),), (), pooling=Pooling("logits", (3, 9)))
+    with thread_ranks(2, *given, NUM_PAGES) as ranks:
+        found = ranks.run(StepPlan((chunk,))).pooled
+    expected = Runner(load_model(*given), NUM_PAGES, 16).run(StepPlan((chunk,))).pooled
+    assert abs(frombuffer(found[0], "<f4") - frombuffer(expected[0], "<f4")).max() < 1e-4
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ import msgspec
 import psutil
 import pytest
 from greedy_runs import spec
+from model_zoo import write_model
 from numpy import frombuffer
+from safetensors.torch import load_file, save_file
 
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
@@ -135,6 +137,20 @@ def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path) -> None:
         alone = executor.start(StepPlan(plan.chunks[:1])).result(60)
     assert list(result.failed) == [1]
     assert tokens_of(result)[0] == tokens_of(alone)[0]
+
+
+def test_a_prompt_whose_vector_is_not_finite_fails_alone_on_two_ranks(tmp_path: Path) -> None:
+    folder = write_model("llama3", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with executor_of(config_of(tmp_path, model=str(folder), load_format="auto")) as executor:
+        expected = tokens_of(executor.start(StepPlan(PLAN.chunks[:1])).result(60))
+        for pooling in POOLINGS:
+            wrong = Chunk((7, 8), 0, (PageId(1),), (), pooling=pooling)
+            result = executor.start(StepPlan((PLAN.chunks[0], wrong))).result(60)
+            assert result.failed == {1: "ArithmeticError: a prompt's vector is not finite"}
+            assert tokens_of(result)[:1] == expected
 
 
 @pytest.mark.parametrize(
