@@ -30,6 +30,7 @@ class Setup(msgspec.Struct, array_like=True):
     slots: int  # the descriptor of the memory in which ranks add
     pages: int  # and of that of pages
     num_pages: int
+    has_library: bool  # rank 0, which adds as all others do
 
 
 class Part(msgspec.Struct, array_like=True):

@@ -10,12 +10,22 @@ from pdserve.executor.form import choose_form, load_form
 from pdserve.executor.rank_frames import Channel, Setup
 from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of
 from pdserve.executor.shared_pages import mapped_pages
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
 from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
 
 
 def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Runner, SharedRanks | SocketRanks]:
-    """Return the rank's runner, and what it adds with. channel: to rank 0."""
+    """Return the rank's runner, and what it adds with. channel: to rank 0.
+
+    RuntimeError if only one of the two has a compiled library: they would wait for each other in the first sum.
+    """
+    loaded = library()
+    if isinstance(loaded, Missing) and setup.has_library:
+        raise RuntimeError(f"rank 0 has a compiled library, and this one has none: {loaded}")
+    if not isinstance(loaded, Missing) and not setup.has_library:
+        raise RuntimeError("rank 0 has no compiled library, and this one has one")
     slots = mapped_pages(setup.slots)
     ranks = ranks_of(Rank(setup.index, setup.size), slots, [channel], config.stalled_step_s)
     form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)

@@ -82,7 +82,10 @@ class SocketRanks:
 
 
 def ranks_of(rank: Rank, slots: Tensor, channels: Sequence[Channel], limit_s: float) -> SharedRanks | SocketRanks:
-    """Return how a rank adds with the others, which choose alike. slots: zeroed memory of `slots_bytes`, of all."""
+    """Return how a rank adds with the others, which choose alike: `load_follower` looks whether they do.
+
+    slots: zeroed memory of `slots_bytes`, of all.
+    """
     loaded = library()
     if isinstance(loaded, Missing):
         return SocketRanks(rank, channels, limit_s)

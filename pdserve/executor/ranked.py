@@ -28,6 +28,8 @@ from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
 from pdserve.executor.rank_sums import ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.executor.threads import given_environment
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
 from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
@@ -48,6 +50,7 @@ class Followers:
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         size = config.tensor_parallel_size
+        has_library = not isinstance(library(), Missing)
         memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(size))
         try:
             for index in range(1, size):
@@ -56,7 +59,7 @@ class Followers:
                 watched = index, child[0]
                 threading.Thread(target=self._watch, args=watched, name=f"rank-{index}", daemon=True).start()
                 model = (str(form.checkpoint.path), form.weights_hash)
-                setup = Setup(config.model_dump_json(), *model, index, size, slots, memory, num_pages)
+                setup = Setup(config.model_dump_json(), *model, index, size, slots, memory, num_pages, has_library)
                 child[1].send(setup)
         except BaseException:
             self.close()
@@ -159,7 +162,7 @@ class _Leading:
         """Compute a step.
 
         What fails here after the last sum, as in sampling, is an error of the step: all other ranks end their parts.
-        Otherwise they wait in a sum for ever: DeviceError.
+        Otherwise they wait in a sum, for `stalled_step_s`: DeviceError.
         """
         if not plan.chunks:
             return self._runner.run(plan)  # the memory of pages is common

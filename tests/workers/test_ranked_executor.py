@@ -23,6 +23,7 @@ from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
 from pdserve.executor import loading, ranked
 from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Part, parts_of, plan_of
+from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
@@ -80,7 +81,7 @@ def with_guesses(executor: Executor) -> list[int]:
 def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks be on a machine without a compiler."""
     monkeypatch.setenv("CC", "/nonexistent")  # of other ranks
-    for module in ("executor.form", "executor.rank_sums", "model.loading", "engine.runner"):
+    for module in ("executor.form", "executor.rank_sums", "executor.ranked", "model.loading", "engine.runner"):
         monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
 
 
@@ -237,6 +238,20 @@ def test_a_rank_that_does_not_load_ends_the_worker(tmp_path: Path, monkeypatch: 
     config = config_of(tmp_path)
     with pytest.raises(DeviceError, match="rank 1: it waits for another one, or is stopped"):
         build_engine(config, open_model(config), b"secret", lambda _: None)
+    assert not ranks()
+
+
+@pytest.mark.parametrize("first_has_library", [True, False])
+def test_ranks_of_which_one_alone_has_the_compiled_library_do_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_has_library: bool
+) -> None:
+    others = {**given_environment(), "CC": "/nonexistent"} if first_has_library else given_environment()
+    if not first_has_library:
+        lose_library(monkeypatch)
+    monkeypatch.setattr(ranked, "given_environment", lambda: others)
+    problem = f"rank 1: RuntimeError: rank 0 has {'a' if first_has_library else 'no'} compiled library"
+    with pytest.raises(DeviceError, match=problem), executor_of(config_of(tmp_path)):
+        pass
     assert not ranks()
 
 
