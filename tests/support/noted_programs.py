@@ -1,4 +1,4 @@
-"""Which steps ran as a decode program."""
+"""Which steps ran as a decode program, and whether those in bfloat16 have to on this machine."""
 
 import pytest
 from torch import Tensor
@@ -6,6 +6,9 @@ from torch import Tensor
 from pdserve.engine.batch import Ints
 from pdserve.engine.features import Features
 from pdserve.engine.runner import DecodePrograms
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.layers import multiplies_bfloat16
+from pdserve.kernels.cpu.library import library
 from pdserve.model.taps import Tap
 
 
@@ -19,3 +22,8 @@ def note_program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(DecodePrograms, "logits", noted)
     return rows
+
+
+def has_bfloat16_products() -> bool:
+    loaded = library()
+    return not isinstance(loaded, Missing) and multiplies_bfloat16(loaded)
