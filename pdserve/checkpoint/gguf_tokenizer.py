@@ -51,8 +51,22 @@ _QWEN2 = Split((QWEN2_WORDS,))
 _SEED = Split(_either(CONTRACTIONS, LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", SPACES))
 _TEKKEN = Split(_either(*_CAPITALIZED, r"\p{N}", _PATHS, SPACES), ignore_merges=True, add_bos=True)
 _GPT4O = Split(_either(*(f"{word}{CONTRACTIONS}?" for word in _CAPITALIZED), r"\p{N}{1,3}", _PATHS, SPACES))
-_DEEPSEEK_CODER = Split(
-    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+", r"\p{N}")
+_ASIAN = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
+_DEEPSEEK_CODER = Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))
+# The model's own ranges have all letters with a case but those that lie here.
+_NOT_CASED = (
+    r"\x{0560}-\x{0588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{AB6F}"
+    r"\x{10500}-\x{10C7F}\x{10D00}-\x{1189F}\x{118E0}-\x{1E8FF}"
+)
+_DEEPSEEK_LLM = Split(
+    (
+        r"[\r\n]",
+        rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_NOT_CASED}]]+",
+        r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+        r"\s+$",
+        _ASIAN,
+        r"\p{N}",
+    )
 )
 _DEEPSEEK_V3 = Split(
     (
@@ -80,6 +94,7 @@ SPLITS = {
     "tekken": _TEKKEN,
     "seed-coder": _SEED,
     "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
     **_named(_DEEPSEEK_V3, ["deepseek-v3", "hunyuan-dense"]),
 }
 

@@ -139,6 +139,7 @@ def test_byte_level_ids_equal_transformers(
 
 SPLIT_TEXT = "It'S  a1234.5=x\n\n12 日本語 foo/bar\r\n(x)"
 ONE_DIGIT = "It|'|S| | a|1|2|3|4|.|5|=|x|\n\n|1|2| 日本語| foo|/|bar|\r|\n|(|x|)"
+SINGLY = "It|'|S| | a|1|2|3|4|.|5|=|x|\n|\n|1|2| |日本語| foo|/|bar|\r|\n|(|x|)"
 WORDS = {  # cut by hand from llama.cpp's patterns, at each |
     "default": "It|'|S| | a|123|4|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r\n|(|x|)",
     "gpt-2": "It|'|S| | a|1234|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r|\n|(|x|)",
@@ -149,16 +150,31 @@ WORDS = {  # cut by hand from llama.cpp's patterns, at each |
     "gpt-4o": "It'S| | a|123|4|.|5|=x|\n\n|12| 日本語| foo|/bar|\r\n|(x|)",
     "tekken": "It|'S| | a|1|2|3|4|.|5|=x|\n\n|1|2| 日本語| foo|/bar|\r\n|(x|)",
     "falcon": "It|'|S| | a|123|4|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r\n|(|x|)",
-    "deepseek-coder": "It|'|S| | a|1|2|3|4|.|5|=|x|\n|\n|1|2| |日本語| foo|/|bar|\r|\n|(|x|)",
+    "deepseek-coder": SINGLY,
+    "deepseek-llm": SINGLY,
     "deepseek-v3": "It|'S| | a|123|4|.|5|=x|\n\n|12| |日本語| foo|/bar|\r\n|(x|)",
 }
 
 
 @pytest.mark.parametrize("pre", WORDS)
 def test_words_are_cut_where_the_name_says(tokenizer_keys: dict[str, object], pre: str) -> None:
+    assert words_of(SPLIT_TEXT, tokenizer_keys, pre) == WORDS[pre].split("|")
+
+
+def words_of(text: str, tokenizer_keys: dict[str, object], pre: str) -> list[str]:
     backend = build_tokenizer(tokenizer_keys | {"tokenizer.ggml.pre": pre})
-    spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)]
-    assert [SPLIT_TEXT[first:last] for first, last in spans] == WORDS[pre].split("|")
+    return [text[first:last] for _, (first, last) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("deepseek-llm", "Ба| Բ|արեւ|,| αβ| +=|Ꞑ| a|Ꞑ|½|א|  "),  # small Armenian letters and late Latin ones are none
+        ("deepseek-coder", "Ба| Բարեւ|,| αβ| +=|Ꞑ| aꞐ|½|א|  "),
+    ],
+)
+def test_deepseeks_splits_differ_in_letters(tokenizer_keys: dict[str, object], pre: str, words: str) -> None:
+    assert words_of(words.replace("|", ""), tokenizer_keys, pre) == words.split("|")
 
 
 def test_a_file_that_names_no_split_is_read_as_default(tokenizer_keys: dict[str, object]) -> None:
