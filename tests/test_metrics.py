@@ -67,7 +67,9 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     steps.note(Step(0, 0, 4, 40), 0.01, 4)
     steps.note(Step(sequences=5, kv_tokens=50, guesses=4, kept_guesses=3), 0.01, 4)
     verified = Chunk((0,) * 5, 9, (), (), Phase.DECODE, num_drafts=4)
-    result = StepResult(((tuple([SampledToken(0)] * 4),),), 0.01, expert_ratios=(1.0, 2.5, 2.75), draft_s=0.004)
+    drafting = {"draft_s": 0.004, "take_in_s": 0.002}
+    tokens = ((tuple([SampledToken(0)] * 4),),)
+    result = StepResult(tokens, 0.01, expert_ratios=(1.0, 2.5, 2.75), num_draft_failures=1, **drafting)
     steps.note_result(StepPlan((verified,)), result)
     samples = [
         *steps.samples("m", "ngram"),
@@ -80,11 +82,14 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
     numbers = {sample.metric: sample.amount for sample in samples if sample.metric.kind is not Kind.HISTOGRAM}
     assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 12)
-    assert (numbers[metrics.DRAFT_TOKENS], numbers[metrics.DRAFT_SECONDS]) == (4, 0.004)
+    assert (numbers[metrics.DRAFT_TOKENS], numbers[metrics.DRAFT_FAILURES]) == (4, 1)
+    took = {sample.labels[2]: sample.amount for sample in samples if sample.metric is metrics.DRAFT_SECONDS}
+    assert took == {"guess": 0.004, "take_in": 0.002}
     accepted = {sample.labels: sample.amount for sample in samples if sample.metric is metrics.ACCEPTED_TOKENS}
     assert accepted == {("m", "0", "ngram"): 1, ("m", "1", "ngram"): 1, ("m", "2", "ngram"): 1}
     shown = {sample.metric for sample in steps.samples("m", "")}
-    assert not {metrics.DRAFT_TOKENS, metrics.DRAFT_SECONDS, metrics.ACCEPTED_TOKENS} & shown, "nothing guesses"
+    of_guesses = {each for each in shown if "draft" in each.name or "spec_decode" in each.name}
+    assert not of_guesses, "nothing guesses"
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]
     assert isinstance(gaps, Distribution)
     assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 5.0), ("0.025", 8.0))

@@ -13,7 +13,7 @@ scheduler says which tokens it lacks. `head_drafting.py` has the other kind.
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -67,33 +67,47 @@ class Drafter(ABC):
     """Guesses after steps."""
 
     own_memory: Seq[Tensor] = ()  # pages that only this drafter has
-    _has_failed = False
+    _has_failed = False  # to guess
+    _num_failures = 0  # of any kind; the first is logged
 
     def beside(self, run: Run) -> Run:
-        """Return what runs steps, and then drafts. If drafting fails, it is given up, and steps are run as before."""
+        """Return what runs steps, takes them in, and drafts. Failures end neither steps nor requests.
+
+        A drafter that has failed to guess is asked for no more guesses. It goes on to take in what is computed: other
+        workers may get the pages, and guess from them.
+        """
 
         def run_and_draft(plan: StepPlan) -> StepResult:
             result = run(plan)
-            if self._has_failed:
-                return result
-            began_s = taken_s = time.perf_counter()
-            drafts: Mapping[int, tuple[int, ...]] = {}
-            is_wanted = any(chunk.draft is not None for chunk in plan.chunks)
-            try:
-                self.take_in(plan, result)
-                taken_s = time.perf_counter()
-                if is_wanted:
-                    drafts = self.draft(plan, result)
-            except (InvariantError, DeviceError):
-                raise
-            except Exception:
-                logger.exception("drafting failed: this worker drafts no more")
-                self._has_failed = True
-            ended_s = time.perf_counter()
-            elapsed_s, draft_s = result.elapsed_s + ended_s - began_s, ended_s - taken_s if is_wanted else 0.0
-            return replace(result, drafts=drafts, elapsed_s=elapsed_s, draft_s=draft_s)
+            began_s, num_before, drafts = time.perf_counter(), self._num_failures, dict[int, tuple[int, ...]]()
+            self._try(lambda: self.take_in(plan, result))
+            taken_s = ended_s = time.perf_counter()
+            if not self._has_failed and any(chunk.draft is not None for chunk in plan.chunks):
+                self._has_failed = not self._try(lambda: drafts.update(self.draft(plan, result)))
+                ended_s = time.perf_counter()
+            return replace(
+                result,
+                drafts=drafts,
+                elapsed_s=result.elapsed_s + ended_s - began_s,
+                draft_s=ended_s - taken_s,
+                take_in_s=taken_s - began_s,
+                num_draft_failures=self._num_failures - num_before,
+            )
 
         return run_and_draft
+
+    def _try(self, act: Callable[[], None]) -> bool:
+        """Return whether it did not fail."""
+        try:
+            act()
+        except (InvariantError, DeviceError):
+            raise
+        except Exception:
+            if not self._num_failures:
+                logger.exception("a draft model or head failed: there are fewer guesses, or worse ones")
+            self._num_failures += 1
+            return False
+        return True
 
     @abstractmethod
     def take_in(self, plan: StepPlan, result: StepResult) -> None:

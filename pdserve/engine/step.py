@@ -158,7 +158,8 @@ class StepResult:
     are empty. `prompts`: the scores of a chunk with targets. `stuck`: why the grammar lets no token follow; the tokens
     mean nothing. `drafts`: guesses of what follows the tokens of a chunk; none for a chunk whose draft was computed in
     part. `expert_ratios`: see `engine.expert_balance`. `pooled`: of a chunk with pooling, float32: the vector, or for a
-    mean the sum over the chunk. `draft_s`: how much of `elapsed_s` the draft model took.
+    mean the sum over the chunk. `draft_s`, `take_in_s`: how much of `elapsed_s` a draft model or head guessed, and took
+    in what was computed. `num_draft_failures`: how often one of these failed.
     """
 
     tokens: tuple[tuple[Tokens, ...], ...]
@@ -170,6 +171,8 @@ class StepResult:
     expert_ratios: tuple[float, ...] = ()
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     draft_s: float = 0.0
+    take_in_s: float = 0.0
+    num_draft_failures: int = 0
 
 
 def work_of(plan: StepPlan, result: StepResult | None = None) -> Step:

@@ -38,6 +38,8 @@ class _Found:
     expert_ratios: tuple[float, ...] = ()
     pooled: dict[int, bytes] = field(default_factory=dict)
     draft_s: float = 0.0
+    take_in_s: float = 0.0
+    num_draft_failures: int = 0
 
 
 class Isolating:
@@ -59,7 +61,8 @@ class Isolating:
             self._try(wanted, found)
         self.drawn = tuple(found.tokens)
         beside = found.failed, found.prompts, found.stuck, found.drafts, found.expert_ratios, found.pooled
-        return StepResult(self.drawn, found.elapsed_s, *beside, draft_s=found.draft_s)
+        of_drafts = found.draft_s, found.take_in_s, found.num_draft_failures
+        return StepResult(self.drawn, found.elapsed_s, *beside, *of_drafts)
 
     def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
         """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
@@ -103,6 +106,8 @@ class Isolating:
                 found.tokens[place] = tokens
             found.elapsed_s += result.elapsed_s
             found.draft_s += result.draft_s
+            found.take_in_s += result.take_in_s
+            found.num_draft_failures += result.num_draft_failures
             found.prompts |= {wanted[index][0]: scores for index, scores in result.prompts.items()}
             found.stuck |= {wanted[index][0]: reason for index, reason in result.stuck.items()}
             found.expert_ratios += result.expert_ratios

@@ -224,7 +224,17 @@ ACCEPTED_TOKENS = _counter(
     "source",
 )
 DRAFT_SECONDS = _counter(
-    "pdserve_draft_model_seconds_total", "Time that a draft model or head guessed after steps.", _MODEL, "source"
+    "pdserve_draft_model_seconds_total",
+    "Time that a draft model or head guessed after steps, and that a head took in what steps computed.",
+    _MODEL,
+    "source",
+    "part",
+)
+DRAFT_FAILURES = _counter(
+    "pdserve_draft_model_failures_total",
+    "Failures of a draft model or head. After one in a guess, the worker guesses no more.",
+    _MODEL,
+    "source",
 )
 EXPERT_RATIO = _histogram(
     "pdserve_expert_load_ratio",

@@ -56,7 +56,8 @@ class Steps:
         self._expert_ratios = Distribution(metrics.EXPERT_RATIO)
         self._num_computed = self._num_sampled = self._num_guesses = 0
         self._num_accepted = Counter[int]()  # by place
-        self._draft_s = 0.0
+        self._draft_s = self._take_in_s = 0.0
+        self._num_draft_failures = 0
 
     def note(self, computed: Step, elapsed_s: float, num_tokens: int) -> None:
         """Count a step that brought so many tokens of answers."""
@@ -73,6 +74,8 @@ class Steps:
             if chunk.num_drafts and tokens:
                 self._num_accepted.update(range(len(tokens[0]) - 1))
         self._draft_s += result.draft_s
+        self._take_in_s += result.take_in_s
+        self._num_draft_failures += result.num_draft_failures
         for ratio in result.expert_ratios:
             self._expert_ratios.observe(ratio)
 
@@ -88,7 +91,9 @@ class Steps:
             yield Sample(metrics.DRAFT_TOKENS, self._num_guesses, (model, source))
             for place, count in self._num_accepted.items():
                 yield Sample(metrics.ACCEPTED_TOKENS, count, (model, str(place), source))
-            yield Sample(metrics.DRAFT_SECONDS, self._draft_s, (model, source))
+            yield Sample(metrics.DRAFT_SECONDS, self._draft_s, (model, source, "guess"))
+            yield Sample(metrics.DRAFT_SECONDS, self._take_in_s, (model, source, "take_in"))
+            yield Sample(metrics.DRAFT_FAILURES, self._num_draft_failures, (model, source))
 
 
 def load_samples(load: Load, cache: KvCache, model: str) -> Iterator[Sample]:

@@ -261,7 +261,29 @@ def test_a_head_takes_in_what_is_computed_again_after_a_preemption(llama: Oracle
 
 
 def test_a_head_has_taken_in_a_prompt_that_another_worker_computed(llama: Oracle) -> None:
-    one, other = Bench(llama.model, head=llama.head), Bench(llama.model, head=llama.head)
+    assert_guesses_after_a_hand_off(llama, Bench(llama.model, head=llama.head))
+
+
+def test_a_head_that_failed_once_still_takes_in_the_prompts_of_other_workers(llama: Oracle) -> None:
+    class FailingOnce(HeadDrafter):
+        has_failed = False
+
+        def take_in(self, plan: StepPlan, result: StepResult) -> None:
+            if not FailingOnce.has_failed:
+                FailingOnce.has_failed = True
+                raise MemoryError("once")
+            super().take_in(plan, result)
+
+    one = Bench(llama.model, head=llama.head, head_drafter=FailingOnce)
+    one.add(9, zoo_prompt(40, seed=3), replace(GREEDY, max_tokens=2))
+    one.run()
+    assert one.counts["draft failures"] == FailingOnce.has_failed == 1
+    assert_guesses_after_a_hand_off(llama, one)
+
+
+def assert_guesses_after_a_hand_off(llama: Oracle, one: Bench) -> None:
+    """Check what another worker guesses of a prompt that this one computes."""
+    other = Bench(llama.model, head=llama.head)
     one.add(0, zoo_prompt(70), GREEDY)
     (sent,) = one.scheduler.waiting
     sent.stop_after_prompt = sent.ends_with_prompt = True
@@ -325,6 +347,8 @@ def test_a_head_that_fails_is_given_up_and_ends_no_request(model: Model, head: E
     assert ids(bench.answers) == ids(plain.answers)
     assert not bench.broken
     assert Failing.num_drafts == 5
+    assert bench.counts["draft failures"] == 1
+    assert bench.counts["timed take-ins"] == bench.counts["steps"], "others may get its pages"
     assert bench.counts["ahead"] > 0, "steps are planned ahead again"
 
 

@@ -141,7 +141,10 @@ class Bench:
         num_fed = sum(len(chunk.draft.token_ids) for chunk in plan.chunks if chunk.draft is not None)
         num_passes = max([bool(num_fed), *map(len, result.drafts.values())])
         draft_s = 0.0005 * num_passes + 0.0001 * num_fed if result.draft_s else 0.0
-        elapsed_s = 0.01 + self.row_s * plan.num_tokens + draft_s
+        take_in_s = 0.0005 if self.head is not None else 0.0
+        self.counts["timed take-ins"] += result.take_in_s > 0
+        self.counts["draft failures"] += result.num_draft_failures
+        elapsed_s = 0.01 + self.row_s * plan.num_tokens + draft_s + take_in_s
         return replace(result, drafts=drafts, elapsed_s=elapsed_s, draft_s=draft_s)
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:

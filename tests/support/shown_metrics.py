@@ -19,7 +19,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
     ),
     "worker": (
         *(m.ITL, m.STEP_TOKENS, m.COMPUTED_TOKENS, m.SAMPLED_TOKENS, m.DRAFT_TOKENS, m.ACCEPTED_TOKENS),
-        *(m.DRAFT_SECONDS, m.EXPERT_RATIO, m.PREEMPTIONS),
+        *(m.DRAFT_SECONDS, m.DRAFT_FAILURES, m.EXPERT_RATIO, m.PREEMPTIONS),
         *(
             m.CACHE_CONFIG,
             m.ROLE,
