@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle3_heads import Tensors, guesses_of, head_config, random_head, write_head
+from eagle3_heads import (
+    Tensors,
+    guesses_of,
+    head_config,
+    longest_walks,
+    random_head,
+    write_forgetful_model,
+    write_head,
+    write_head_that_looks_back,
+)
 from guessing_bench import END, MOST, REPEATED, VOCAB, Answers, Bench, add_requests, assert_same_scores, ids
 from held_weights import held, read_all, scaled
 from model_zoo import load_oracle, write_model
@@ -318,6 +327,25 @@ def test_no_guesses_of_a_head_are_made_beyond_its_longest_sequence(forgetful: Mo
         each.run()
     assert ids(bench.answers) == ids(plain.answers)
     assert 40 < max(len(known) + len(guesses) for _, known, guesses in bench.drafted if guesses) <= 50
+
+
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_a_head_that_looks_back_is_right_by_the_pages_of_the_prompt_alone(tmp_path: Path, *, are_kept: bool) -> None:
+    tensors, checkpoint = write_forgetful_model(tmp_path), open_directory(tmp_path)
+    model = with_room(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
+    path, walks = write_head_that_looks_back(tmp_path / "head", tmp_path, tensors), longest_walks(tensors, 6)
+    bench = Bench(model, head=open_head(path, model.config).load(model))
+    for number, walk in enumerate(walks):
+        bench.add(number, [*walk * 2, walk[0]], replace(GREEDY, max_tokens=len(walk) - 1))
+    while (plan := bench.scheduler.plan()) is not None:
+        result = bench.compute(plan)
+        for chunk in plan.chunks:
+            if chunk.phase is Phase.PROMPT and not are_kept:
+                bench.runner.kv[list(chunk.pages), -1] = 0
+        bench.commit(plan, result)
+    assert [ids(bench.answers)[number, 0] for number in range(6)] == [walk[1:] for walk in walks]
+    assert bench.counts["right"] == (bench.counts["guesses"] if are_kept else 0)
+    assert bench.counts["guesses"] > 50
 
 
 def test_kv_of_a_head_that_others_overwrite_spoils_guesses_alone(llama: Oracle) -> None:

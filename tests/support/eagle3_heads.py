@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from model_zoo import write_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, normalize, silu
 
 Tensors = dict[str, Tensor]
 EPS, THETA = 1e-5, 10000.0
@@ -73,25 +74,62 @@ def random_head(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     }
 
 
-def head_for_few(config: Mapping[str, Any], model: Tensors, tokens: Seq[int]) -> Tensors:
-    """Return the head that guesses what a model samples of a few tokens, if that depends on the last one alone.
+def write_forgetful_model(folder: Path) -> Tensors:
+    """Write a Llama whose next token depends on the last one alone, and return its tensors.
 
-    A position attends to positions of the same token, since queries are multiples of keys. Values are the embedding of
-    the token that follows, of which one head has room for those of so many tokens as it is wide.
+    All embeddings have the same length in the part that a head of attention sees, so each is nearest to itself there.
+    """
+    file = write_model("llama3", folder) / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    embedding, dim = tensors["model.embed_tokens.weight"], len(tensors["model.layers.0.self_attn.k_proj.weight"]) // 2
+    embedding.copy_(normalize(embedding.view(len(embedding), -1, dim), dim=-1).flatten(1))
+    save_file(tensors, file, {"format": "pt"})
+    return tensors
+
+
+def longest_walks(model: Tensors, count: int) -> list[list[int]]:
+    """Return tokens as a forgetful model continues them, likeliest first, until one would be there twice."""
+    normed = _normed(model["model.embed_tokens.weight"], model["model.norm.weight"])
+    following, walks = linear(normed, model["lm_head.weight"]).argmax(-1).tolist(), list[list[int]]()
+    for start in range(len(following)):
+        walks.append([start])
+        while (token := following[walks[-1][-1]]) not in walks[-1]:
+            walks[-1].append(token)
+    return sorted(walks, key=len)[-count:]
+
+
+def head_that_looks_back(config: Mapping[str, Any], model: Tensors) -> Tensors:
+    """Return the head that guesses what followed the same token before, beside a forgetful model with two KV heads.
+
+    Keys are of the feature, which is the embedding of the position's own token. Queries and values are of the token
+    that follows. Outputs lie where keys do not look. So without KV of earlier tokens, no guess is right.
     """
     head = {name: torch.zeros_like(each) for name, each in random_head(config).items()}
     size, dim = config["hidden_size"], config["head_dim"]
-    basis, _ = torch.linalg.qr(model["model.embed_tokens.weight"][list(tokens)].T)
-    rows = torch.zeros(dim, size)
-    rows[: len(tokens)] = basis.T
-    head["midlayer.self_attn.q_proj.weight"][:dim, :size] = 40 * rows
-    for name in "kv":
-        head[f"midlayer.self_attn.{name}_proj.weight"][:dim, :size] = rows
-    head["midlayer.self_attn.o_proj.weight"][:, :dim] = rows.T
-    for name in ("midlayer.input_layernorm", "midlayer.post_attention_layernorm"):
+    near = torch.ones(dim, 1)
+    near[:: dim // 2] = 0  # what rope turns by a whole angle a token; at a large theta it hardly turns others
+    head["fc.weight"][:, :size] = torch.eye(size)
+    for place in range(2):
+        query, own = place * config["num_attention_heads"] // 2 * dim, slice(place * dim, place * dim + dim)
+        part, behind = torch.eye(size)[own], size // 2 + place * dim
+        head["midlayer.self_attn.q_proj.weight"][query : query + dim, :size] = 40 * near * part
+        head["midlayer.self_attn.k_proj.weight"][own, size:] = 100 * near * part
+        head["midlayer.self_attn.v_proj.weight"][own, :size] = part
+        head["midlayer.self_attn.o_proj.weight"][behind : behind + dim, query : query + dim] = torch.eye(dim)
+    for name in ("midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         head[f"{name}.weight"] += 1
-    head |= {"norm.weight": model["model.norm.weight"].clone(), "lm_head.weight": model["lm_head.weight"].clone()}
+    head["midlayer.hidden_norm.weight"] += 0.01  # so much of the position's own token is left in the output
+    head["lm_head.weight"][:, size // 2 :] = model["model.embed_tokens.weight"][:, : size // 2]
     return {name: each for name, each in head.items() if name not in ("d2t", "t2d")}
+
+
+def write_head_that_looks_back(folder: Path, model_folder: Path, model: Tensors) -> Path:
+    raw = json.loads((model_folder / "config.json").read_text())
+    config = head_config(raw, raw["vocab_size"], (0, 1, 2), norm_before_residual=True, rope_theta=1e30)
+    return write_head(folder, config, head_that_looks_back(config, model))
 
 
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
