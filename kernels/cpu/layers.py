@@ -66,6 +66,7 @@ class Tiles:
 
     def __post_init__(self) -> None:
         require(self.input_bits in (8, 16), f"input_bits must be 8 or 16, got {self.input_bits}")
+        require(self.bits == 4 or not self.fp4, f"codes of fp4 have 4 bits, got {self.bits}")
         if self.bias is not None:
             num_outputs = len(self.data) * TILE if self.gated else self.width
             require_tensor("bias", self.bias, (num_outputs,), (self.dtype,))

@@ -39,12 +39,13 @@ MAX_THREADS = 8
 QUANTIZED_DTYPES = ("bfloat16", "float32")  # of the inputs of quantized products
 BITS = {"int8": 8, "int4": 4}
 VOCABULARY_BITS = 8  # of embedding and head, at least: rounding them to 4 bits costs the most and gains the least
-ROUTERS = (
-    ".gate.weight",
+UNROUNDED = (
+    ".gate.weight",  # routers of experts: few bytes, and rounding would choose others
     ".router.weight",
     ".router.layer.weight",
     ".shared_expert_gate.weight",
-)  # of experts: few bytes, and rounding would choose others
+    ".kv_b_proj.weight",  # expands latents: products take its parts in bfloat16
+)
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -242,7 +243,7 @@ def in_form(weights: Weights, quantization: ChosenQuantization) -> Weights:
 
 def bits_of(name: str, stored: Stored, quantization: ChosenQuantization) -> int | None:
     """Return the bits to which a tensor of floats is rounded; None: it stays as it is."""
-    if quantization not in BITS or len(stored.shape) != 2 or stored.shape[1] % GROUP or name.endswith(ROUTERS):
+    if quantization not in BITS or len(stored.shape) != 2 or stored.shape[1] % GROUP or name.endswith(UNROUNDED):
         return None
     return max(BITS[quantization], VOCABULARY_BITS) if name in VOCABULARY else BITS[quantization]
 

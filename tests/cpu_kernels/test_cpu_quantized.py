@@ -224,6 +224,7 @@ def test_what_does_not_fit_is_refused_by_name(calls: Immediate) -> None:
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
         (lambda: Tiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, input_bits=12), "input_bits must be 8 or 16, got 12"),
+        (lambda: Tiles(tiles.data, 8, 32, tiles.dtype, fp4=True), "codes of fp4 have 4 bits, got 8"),
         (lambda: multiply(calls, x, tiles, x[:, :32].clone(), x[:, :32]), "out: the result of a residual"),
         (lambda: multiply(calls, x, gates, None, torch.zeros(2, 16), silu), "out must be one of"),
         (lambda: multiply(calls, x, tiles, None, x[:, :31]), "out must have shape"),

@@ -166,6 +166,13 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     assert not program_rows
 
 
+def test_what_expands_latents_is_not_rounded(tmp_path: Path) -> None:
+    rounded = in_form(weights_of(write_model("deepseek-v3", tmp_path, kv_lora_rank=32)), "int8")
+    expanding = [stored.read(()) for name, stored in rounded.items() if name.endswith("kv_b_proj.weight")]
+    assert expanding
+    assert all(isinstance(each, Tensor) for each in expanding), "products take its parts in bfloat16"
+
+
 def test_steps_whose_queries_grow_are_no_programs(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, program_rows: list[int]
 ) -> None:
