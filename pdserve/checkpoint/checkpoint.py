@@ -50,13 +50,16 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of the file's bytes, XXH3 over XXH3 digests of its parts; OSError if it cannot be read.
+    """Return a digest of the file's bytes, XXH3 over XXH3 digests of its parts; ConfigError if it cannot be read.
 
     Parts are hashed side by side, in less time than the same bytes take to be loaded.
     """
-    size = path.stat().st_size
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "fingerprint") as threads:
-        parts = b"".join(threads.map(_part_digest, repeat(path), range(0, size, PART_BYTES)))
+    try:
+        size = path.stat().st_size
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "fingerprint") as threads:
+            parts = b"".join(threads.map(_part_digest, repeat(path), range(0, size, PART_BYTES)))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     return xxhash.xxh3_128_hexdigest(parts + size.to_bytes(8, "little"))
 
 
@@ -167,10 +170,7 @@ class Checkpoint:
         """Identify config and weights by all of their bytes; ConfigError if a file cannot be read."""
         digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
         for path in self.weight_files:
-            try:
-                digest.update(f"\n{file_digest(path)}".encode())
-            except OSError as error:
-                raise ConfigError(f"{path}: {error.strerror}") from error
+            digest.update(f"\n{file_digest(path)}".encode())
         return digest.hexdigest()
 
     def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:

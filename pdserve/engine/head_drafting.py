@@ -6,8 +6,9 @@ them, and is final when they are.
 
 The head takes in a token's feature together with the token that follows. A step has both: what follows the last token
 that it computes is what it samples. Where sequences go on differently behind shared pages, the head has taken in what
-followed in the first of them: for one token, guesses of the others may be worse. The KV of guesses lies behind what the
-sequence has computed, where the next step writes.
+followed in the first of them: for one token, guesses of the others may be worse. One exception:
+prompts of which vectors are made sample nothing, so the head does not take in their last token. The KV of guesses lies
+behind what the sequence has computed, where the next step writes.
 """
 
 from collections.abc import Mapping

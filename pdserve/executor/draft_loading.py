@@ -24,7 +24,7 @@ from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig
 
 _KEY = "speculative_config.model"
-
+_COMPUTED = 2  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
 
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 
@@ -85,7 +85,7 @@ def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint) -> Form:
 def weights_hash(form: Form, drafts: Drafts) -> str:
     """Return the name of what fills pages: the worker's model, whose form this is, and a head."""
     own = f"{form.weights_hash} dtype {form.dtype}"
-    return f"{own} head {drafts.fingerprint}" if isinstance(drafts, HeadFiles | MtpFiles) else own
+    return f"{own} head {_COMPUTED} {drafts.fingerprint}" if isinstance(drafts, HeadFiles | MtpFiles) else own
 
 
 def load_drafter(

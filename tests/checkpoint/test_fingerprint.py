@@ -58,3 +58,9 @@ def test_weights_that_cannot_be_read_are_named(smollm2_file: Path, tmp_path: Pat
     gone.unlink()
     with pytest.raises(ConfigError, match=r"gone\.gguf: No such file"):
         _ = checkpoint.fingerprint
+
+
+def test_a_file_that_is_gone_before_it_is_read_is_named(file: Path) -> None:
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"weights: No such file"):
+        file_digest(file)
