@@ -23,6 +23,8 @@ from pdserve.executor.rank_frames import Channel
 from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.kernels.cpu.build import Missing, Reason
+from pdserve.kernels.cpu.calls import Program
+from pdserve.kernels.cpu.library import library
 from pdserve.model.weights import Rank
 
 LIMIT_S = 60.0
@@ -172,4 +174,26 @@ def test_a_frozen_rank_costs_no_time_of_the_processor_and_goes_on_with_right_sum
         assert took_s < 0.2
         for turn in range(1, 21):
             assert sum_and_time(ranks)[0].unique().tolist() == [1.0 + turn]
+        ranks.check()
+
+
+def test_a_frozen_rank_costs_little_time_where_many_threads_run_a_program() -> None:
+    loaded = library()
+    assert not isinstance(loaded, Missing)
+    with beside(LIMIT_S, 1) as (ranks, process), ThreadPoolExecutor(1) as thread:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        program = Program(loaded)
+        ones = torch.ones(3, 50_000)  # calls know only where it lies
+        total = ranks.through(program).all_reduce(ones)
+        thread.submit(torch.set_num_threads, 16).result()
+        began_s = time.process_time()
+        running = thread.submit(program.run, 3)
+        with pytest.raises(TimeoutError):
+            running.result(2.0)
+        took_s = time.process_time() - began_s
+        os.kill(process.pid, signal.SIGCONT)
+        running.result(LIMIT_S)
+        assert total.unique().tolist() == [1.0]
+        assert took_s < 0.3  # mostly 0.15; 0.5 to 1 where all naps are as short as the first one
         ranks.check()

@@ -22,6 +22,7 @@
 #define MOST_HELPERS 255
 #define SPINS 2000       /* some ten microseconds; then the core is left to others */
 #define NAP_NS 20000     /* then it looks again: see is_done */
+#define LONGER_NS 625    /* each nap than the one before it */
 #define REST_SPINS 4000  /* between runs, before a helper sleeps */
 #define MANY_ROWS 64     /* WORTH_TEAM of kernels/cpu/calls.py: their pieces take long */
 #define MOMENT (1 << 23) /* rows, inputs and units multiplied: at most some milliseconds */
@@ -79,7 +80,10 @@ static int take_pieces(struct call *call, int64_t rows, int64_t num_threads, uin
  *
  * It naps, because yielding puts a thread behind all others of its core. Measured twice, in turn, on a busy machine of
  * two cores: a program's step took 11.5 and 20.2 ms at the median with naps, 21.8 and 19.3 with yielding; at the 90th
- * percentile 14.0 and 26.6 with naps, 57.7 and 34.5 with yielding. */
+ * percentile 14.0 and 26.6 with naps, 57.7 and 34.5 with yielding.
+ *
+ * A thread may wait in its piece for another rank, which is late or stopped (src/ranks.c). So naps grow: less than a
+ * hundredth is added to the wait, and a wait of ten seconds takes some 5,000 naps in place of 130,000. */
 static int is_done(struct call *call, uint64_t number) {
     const uint64_t pieces = atomic_load_explicit(&call->taken, memory_order_relaxed) >> COUNT_SHIFT & COUNT_MASK;
     for (int64_t spins = 0;; spins++) {
@@ -91,7 +95,7 @@ static int is_done(struct call *call, uint64_t number) {
         if (spins < SPINS)
             pause_a_little();
         else
-            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS + (spins - SPINS) * LONGER_NS}, NULL);
     }
 }
 
