@@ -130,17 +130,18 @@ def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "shape"),
+    ("family", "size", "shape"),
     [
-        (2, {"intermediate_size": 96}),  # one group, and two
-        (4, {"hidden_size": 128, "intermediate_size": 128}),
-        (3, {**NINE_HEADS, "hidden_size": 288, "intermediate_size": 288}),
+        (LLAMA, 2, {"intermediate_size": 96}),  # one group, and two
+        ("nemotron", 2, {"intermediate_size": 96}),  # whose MLPs have no gates
+        (LLAMA, 4, {"hidden_size": 128, "intermediate_size": 128}),
+        (LLAMA, 3, {**NINE_HEADS, "hidden_size": 288, "intermediate_size": 288}),
     ],
 )
 def test_quantized_matrices_are_divided_in_whole_groups_and_decode_steps_are_programs(
-    opened: Callable[..., Checkpoint], size: int, shape: dict[str, int], program_rows: list[int]
+    opened: Callable[..., Checkpoint], family: str, size: int, shape: dict[str, int], program_rows: list[int]
 ) -> None:
-    checkpoint = opened(LLAMA, **shape)
+    checkpoint = opened(family, **shape)
     in_groups = in_form(checkpoint.weights(), "int8")
     found = texts(checkpoint.config, in_groups, size)
     assert program_rows.count(3) > 4 * size
