@@ -52,7 +52,10 @@ class TensorSource(Protocol):
         ...
 
     def group(self, name: str) -> int:
-        """Return how many inputs of `name`.weight cannot be parted: those that share a scale, or 1."""
+        """Return how many inputs of `name`.weight stay together: those that share a scale, or a pair, or 1.
+
+        Products in tiles take pairs. So either all ranks have tiles of a matrix, or none, and they round alike.
+        """
         ...
 
 
@@ -86,7 +89,7 @@ class Wanted:
         return Dense(weight, self.take(f"{name}.bias", (outputs,), by_rows) if bias else None)
 
     def group(self, name: str) -> int:
-        """Count shards as if no inputs shared scales: groups are small beside them."""
+        """Count shards as if every input could be parted: groups are small beside them."""
         del name
         return 1
 
@@ -128,7 +131,8 @@ class Tensors:
         return Quantized(weight, self.dtype, added) if isinstance(weight, Groups) else Dense(weight, added)
 
     def group(self, name: str) -> int:
-        return self._left[f"{name}.weight"].group
+        stored = self._left[f"{name}.weight"]
+        return stored.group if stored.group > 1 else 2 - stored.shape[1] % 2
 
     def _take(
         self, name: str, shard: Shard | None, plus: float = 0.0, dtype: torch.dtype | None = None

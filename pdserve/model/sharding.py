@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
+from pdserve.model.design import Experts
 from pdserve.model.weights import Rank
 
 
@@ -25,6 +26,9 @@ def check_divides(config: ModelConfig, size: int) -> None:
         return
     if config.has_states:
         raise _refusal(size, "layers with a state are not divided between ranks yet")
+    mlps = [layer.mlp for layer in config.design.layers]
+    if any(isinstance(mlp, Experts) and mlp.expert.inner_size % 2 for mlp in mlps):
+        raise _refusal(size, "an odd number of features of each expert is not divided between ranks yet")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > kv_heads and (size % kv_heads or heads % size):
         raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")

@@ -19,17 +19,21 @@ from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.rank_sums import SharedRanks
+from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
+from pdserve.model.decoder import Decoder
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.model.ops import weight_bytes
 from pdserve.model.sharding import check_divides
+from pdserve.model.taps import Tap
 from pdserve.model.weights import Weights
 from pdserve.protocol.pooling import Pooling
 
 NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
 PROMPTS = [prompt(count, count) for count in (5, 45, 150)]
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}  # as SmolLM2 has them
+THREE_PARTS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "moe_intermediate_size": 64}
 LLAMA = "llama3"
 PLAIN = {LLAMA, "qwen2-moe", "gemma3"}
 FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES})
@@ -168,6 +172,35 @@ def test_decode_programs_of_ranks_compute_what_one_operation_after_the_other_doe
     monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
     assert texts(*given) == found
     assert not program_rows
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shape"), [*((each, 2, {}) for each in FAMILIES), ("qwen2-moe", 3, THREE_PARTS)]
+)
+def test_all_ranks_have_the_same_hidden_states_to_the_bit(
+    opened: Callable[..., Checkpoint], family: str, size: int, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, hidden = [list[Tensor]() for _ in range(size)], Decoder.hidden
+
+    def noted(model: Decoder, ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap) -> Tensor:
+        found = hidden(model, ids, attention, rows, tap)
+        seen[model.rank.index].append(found.clone())
+        return found
+
+    monkeypatch.setattr(Decoder, "hidden", noted)
+    monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
+    checkpoint = opened(family, **shape)
+    texts(checkpoint.config, checkpoint.weights(), size, torch.bfloat16)
+    for others in seen[1:]:
+        assert len(others) > NUM_TOKENS
+        assert all(torch.equal(*each) for each in zip(seen[0], others, strict=True))
+
+
+def test_experts_of_an_odd_number_of_features_are_refused_by_name(opened: Callable[..., Checkpoint]) -> None:
+    odd = opened("qwen2-moe", moe_intermediate_size=63)
+    check_divides(odd.config, 1)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: an odd number of features of each expert"):
+        check_divides(odd.config, 2)
 
 
 @pytest.mark.parametrize("family", STATES)
