@@ -1,7 +1,7 @@
 """Serves a benchmark's workloads with vLLM: a JSON object a line comes in, one with the seconds it took goes out.
 
 Runs in vLLM's own virtual environment, without pdserve, in the type of weights that PEER_DTYPE names (bfloat16).
-Usage: peer_vllm.py MODEL_DIR
+PEER_RUNNER=pooling: it makes vectors of the prompts. Usage: peer_vllm.py MODEL_DIR
 """
 
 import json
@@ -27,6 +27,7 @@ def main() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
+    pools = os.environ.get("PEER_RUNNER") == "pooling"
     llm = LLM(
         model=sys.argv[1],
         dtype=os.environ.get("PEER_DTYPE", "bfloat16"),
@@ -35,6 +36,7 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=True,
         seed=0,
+        **({"runner": "pooling", "convert": "embed"} if pools else {}),
     )
     rng = random.Random(0)
     say(answers, {})
@@ -49,13 +51,16 @@ def main() -> None:
                 temperature=asked["temperature"],
                 top_p=asked["top_p"],
                 seed=number if asked["temperature"] else None,
-                max_tokens=asked["output_tokens"],
+                max_tokens=asked["output_tokens"] or None,
                 ignore_eos=True,
             )
             for number in range(asked["num_requests"])
         ]
         began_s = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        if pools:
+            llm.embed(prompts, use_tqdm=False)
+        else:
+            llm.generate(prompts, params, use_tqdm=False)
         say(answers, {"seconds": time.perf_counter() - began_s})
 
 

@@ -12,13 +12,16 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
 
+import httpx
 import psutil
 
 from pdserve.checkpoint.fetch import resolve_model
@@ -31,6 +34,7 @@ from pdserve.measure.workload import fixed_lengths, random_prompts
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
 WORKLOADS = ("1x32x128", "16x32x128", "32x128x128", "8x1024x1", "1x2048x1")
+POOLED = ("256x32x0", "64x128x0", "16x512x0", "4x2048x0")
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_p=0.95)}
 
 
@@ -42,10 +46,13 @@ class Engine:
     script: str
     model: str  # in its folder; empty: the catalog's 4-bit file
     quantization: str  # of our weights
+    workloads: Sequence[str] = WORKLOADS
+    pools: bool = False  # it makes vectors of prompts: workloads have no output
 
 
 ENGINES = {
     "vllm": Engine("vLLM", "peer_vllm.py", "smollm2", "none"),
+    "vllm-pooling": Engine("vLLM", "peer_vllm.py", "smollm2", "none", POOLED, pools=True),
     "llama.cpp": Engine("llama.cpp", "peer_llama.py", "", "gguf"),
     "llama.cpp-q4_0": Engine("llama.cpp", "peer_llama.py", "q4_0.gguf", "gguf"),
     "ik_llama.cpp": Engine("ik_llama.cpp", "peer_llama.py", "q4_0.gguf", "gguf"),
@@ -89,7 +96,7 @@ class Peer:
         command = (folder / "venv/bin/python", HERE / engine.script, model)
         pipe = asyncio.subprocess.PIPE
         threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-        environment = {**os.environ, **threads}
+        environment = {**os.environ, **threads, **({"PEER_RUNNER": "pooling"} if engine.pools else {})}
         process = await asyncio.create_subprocess_exec(*map(str, command), stdin=pipe, stdout=pipe, env=environment)
         peer = cls(process)
         await peer._answer()
@@ -146,12 +153,27 @@ class Peer:
 
 async def our_seconds(cluster: LiveCluster, shape: tuple[int, int, int], sampling: Sampling, seed: int) -> float:
     """Return how long the cluster takes for a workload, from the first request to the last token."""
+    if not shape[2]:
+        return await our_vectors_s(cluster.state.http, cluster.vocab_size, shape, seed)
     workload = fixed_lengths("", *shape)
     prompts = random_prompts(workload.arrivals, cluster.vocab_size, seed)
     outcomes = await cluster.client.run(requests_of(workload.arrivals, prompts, ANY, sampling))
     if not all(outcome.is_good for outcome in outcomes):
         raise SystemExit(f"requests failed: {[outcome.detail for outcome in outcomes if not outcome.is_good][:3]}")
     return max(outcome.ended_s for outcome in outcomes) - min(outcome.sent_s for outcome in outcomes)
+
+
+async def our_vectors_s(url: str, vocab_size: int, shape: tuple[int, int, int], seed: int) -> float:
+    """Return how long the cluster takes for vectors of prompts that come in one call."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, vocab_size) for _ in range(shape[1])] for _ in range(shape[0])]
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+        began_s = time.perf_counter()
+        answer = await http.post("/v1/embeddings", json={"model": MODEL, "input": prompts, "encoding_format": "base64"})
+        took_s = time.perf_counter() - began_s
+    if answer.status_code != 200 or len(answer.json()["data"]) != shape[0]:
+        raise SystemExit(f"vectors failed: {answer.text[:300]}")
+    return took_s
 
 
 def report(text: str) -> None:
@@ -223,14 +245,16 @@ async def main() -> None:
     parser.add_argument("--peer", type=Path, required=True)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", help="by default the engine's; NxINx0: vectors")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=tuple(SAMPLINGS))
     parser.add_argument("--num-threads", type=int, help="of each engine; by default one for each core")
     parser.add_argument("--quantized-inputs", type=int, choices=(8, 16), default=16, help="bits; ours")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    lines = [Line(each, name, [], [], [], []) for each in arguments.workloads for name in arguments.samplings]
     engine = ENGINES[arguments.engine]
+    samplings = ("greedy",) if engine.pools else arguments.samplings
+    workloads = arguments.workloads or engine.workloads
+    lines = [Line(each, name, [], [], [], []) for each in workloads for name in samplings]
     peer = await Peer.started(arguments.peer, engine, arguments.num_threads)
     flags = {"dtype": "bfloat16", "quantization": engine.quantization, "num_threads": arguments.num_threads}
     flags |= {"quantized_inputs": arguments.quantized_inputs}
