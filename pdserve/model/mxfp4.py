@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from pdserve.model.groups import FP4_EXPONENTS, Groups, mxfp4, packed_halves
+from pdserve.model.groups import FP4_EXPONENTS, FP4_LEVELS, FP4_ZERO, Groups, mxfp4, packed_halves
 
 BIAS = 127  # of exponents
 NOT_A_NUMBER = 255  # a scale
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes without their sign, the highest bit
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -18,7 +17,7 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     """
     if bool((scales == NOT_A_NUMBER).any()):
         raise ValueError(f"scale {NOT_A_NUMBER}, which is not a number")
-    table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
+    table = (torch.tensor(FP4_LEVELS, device=codes.device) - FP4_ZERO) / 2
     powers = torch.exp2(scales.float() - BIAS)
     return (table[_unpacked(codes).long()] * powers[..., None]).flatten(-2)
 

@@ -48,10 +48,15 @@ def context_for(model: object, asked: dict[str, float]) -> object:
 
 
 def sampler_of(asked: dict[str, float], number: int) -> object:
-    """Return a chain that samples as asked, with a seed of the request's own; None for the likeliest token."""
-    if asked["temperature"] == 0:
+    """Return a chain that samples as asked, with a seed of the request's own; None where there are no samplers."""
+    if not hasattr(llama_cpp, "llama_sampler_chain_init"):
+        if asked["temperature"] != 0:
+            raise SystemExit("ik_llama.cpp's bindings have no samplers: --samplings greedy")
         return None
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    if asked["temperature"] == 0:
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_greedy())
+        return chain
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_p(asked["top_p"], 1))
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(asked["temperature"]))
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(number))
