@@ -62,7 +62,7 @@ class Call(ctypes.Structure):
         *((name, Size) for name in ("out_stride", "x_stride", "inputs", "width")),
         *((name, Pointer) for name in ("weights", "bias", "residual")),
         *((name, Size) for name in ("residual_stride", "after", "activation")),
-        *((name, Size) for name in ("num_heads", "x_head", "bits", "fp4", "input_bits")),
+        *((name, Size) for name in ("num_heads", "x_head", "bits", "is_float", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
         *((name, Size) for name in ("layer", "rope")),
         *((name, Pointer) for name in ("q_norm", "k_norm", "sinks")),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind, Mixture
-from pdserve.kernels.cpu.layers import BFLOAT16_BITS, BLOCK, GATED, PLAIN, Activation, Tiles
+from pdserve.kernels.cpu.layers import GATED, PLAIN, Activation, Tiles, codes_inputs, inputs_of
 from pdserve.kernels.cpu.library import DTYPES
 
 MOST_EXPERTS = 4096  # whose scores lie on a thread's stack
@@ -57,22 +57,26 @@ class ExpertTiles:
     dtype: torch.dtype
     gated: bool
     input_bits: int
-    fp4: bool
+    is_float: bool
 
     @property
     def inputs(self) -> int:
-        return self.data.shape[2] * (2 if self.bits == BFLOAT16_BITS else BLOCK)
+        return inputs_of(self.data[0], self.bits, is_float=self.is_float)
+
+    @property
+    def codes_inputs(self) -> bool:
+        return codes_inputs(self.bits, is_float=self.is_float)
 
     @classmethod
     def like(cls, count: int, first: Tiles) -> Self:
         """Return room for `count` matrices such as the first one."""
         data = first.data.new_empty((count, *first.data.shape))
         bias = None if first.bias is None else first.bias.new_empty((count, *first.bias.shape))
-        return cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits, first.fp4)
+        return cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits, first.is_float)
 
     def put(self, place: int, tiles: Tiles) -> None:
         """Copy an expert's matrix to its place."""
-        same = (tiles.data.shape, tiles.fp4) == (self.data.shape[1:], self.fp4)
+        same = (tiles.data.shape, tiles.is_float) == (self.data.shape[1:], self.is_float)
         require(same, f"tiles: expert {place} has other codes than the first one")
         self.data[place] = tiles.data
         if self.bias is not None and tiles.bias is not None:
@@ -81,7 +85,7 @@ class ExpertTiles:
     def of_expert(self, place: int) -> Tiles:
         bias = None if self.bias is None else self.bias[place]
         return Tiles(
-            self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits, fp4=self.fp4
+            self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits, is_float=self.is_float
         )
 
 
@@ -184,8 +188,11 @@ class _Step:
     def gathered(self, x: Tensor, tiles: ExpertTiles) -> Tensor:
         """Return each slot's row of x, in codes where weights are."""
         inputs, calls = x.shape[1], self.calls
-        call = Call(kind=Kind.GATHERING, type=DTYPES[x.dtype], inputs=inputs, bits=tiles.bits, mixture=self.mixture)
-        if tiles.bits == BFLOAT16_BITS:
+        call = Call(
+            kind=Kind.GATHERING, type=DTYPES[x.dtype], inputs=inputs, bits=tiles.bits, is_float=tiles.is_float,
+            mixture=self.mixture,
+        )  # fmt: skip
+        if not tiles.codes_inputs:
             slots = calls.empty(self.num_slots, inputs, x.dtype)
             call.x, call.x_stride, call.out, call.out_stride = x.data_ptr(), x.stride(0), slots.data_ptr(), inputs
             calls.take(self.num_rows, call)
@@ -201,7 +208,7 @@ class _Step:
 
     def coded(self, slots: Tensor, tiles: ExpertTiles) -> Tensor:
         """Return slots in codes where weights are codes, else as they are."""
-        if tiles.bits == BFLOAT16_BITS:
+        if not tiles.codes_inputs:
             return slots
         codes = self._codes(self.num_slots, slots.shape[1], tiles)
         call = Call(
@@ -223,11 +230,11 @@ class _Step:
             kind=Kind.EXPERTS, type=DTYPES[tiles.dtype], out_type=DTYPES[dtype], out=out.data_ptr(),
             out_stride=tiles.width, inputs=tiles.inputs, width=tiles.width, weights=tiles.data.data_ptr(),
             bias=None if tiles.bias is None else tiles.bias.data_ptr(), after=GATED if tiles.gated else PLAIN,
-            activation=activation or Activation.NONE, scale=1.0, bits=tiles.bits, fp4=tiles.fp4,
+            activation=activation or Activation.NONE, scale=1.0, bits=tiles.bits, is_float=tiles.is_float,
             input_bits=tiles.input_bits, mixture=self.mixture,
         )  # fmt: skip
         call.mixture.expert_bytes = tiles.data.stride(0) * tiles.data.element_size()
-        if tiles.bits == BFLOAT16_BITS:
+        if not tiles.codes_inputs:
             call.x, call.x_stride = slots.data_ptr(), slots.stride(0)
         else:
             call.scratch = slots.data_ptr()

@@ -19,7 +19,9 @@ from pdserve.kernels.cpu.library import DTYPES, answer
 TILE = 32  # outputs
 LANES = 16  # of one vector
 BLOCK = 32  # inputs of an output that share a scale and a minimum
+SEGMENT = 128  # the same of FP8, which has scales alone
 MAX_INPUTS = 32_768  # rows of more do not fit on a thread's stack, where they are widened
+SCALE_BYTES = 4  # of FP8
 BFLOAT16_BITS = 16
 INPUT_BITS = 16  # of coded inputs, unless a worker asks for 8
 PLAIN, ADDED, GATED = 0, 1, 2  # as src/products.h numbers them
@@ -54,7 +56,7 @@ PLAINLY = Finish()
 class Tiles:
     """A matrix [width, inputs] in tiles. Gated: 16 gates and their 16 ups side by side in each tile."""
 
-    data: Tensor  # bfloat16 [tiles, inputs / 2, TILE, 2]; or uint8 [tiles, inputs / BLOCK, bytes]: see `tiled_codes`
+    data: Tensor  # bfloat16 [tiles, inputs / 2, TILE, 2]; or uint8: see `tiled_codes` and `tiled_fp8`
     bits: int  # BFLOAT16_BITS, or 4 or 8 of a code
     width: int  # outputs of a row: where gated, of gates
     dtype: torch.dtype  # of inputs and results
@@ -62,18 +64,38 @@ class Tiles:
     gated: bool = False
     input_bits: int = INPUT_BITS  # 8 or 16: of the inputs' codes where weights are codes
     first: int = 0  # the id of the first row, for `look_up`: a part of an embedding has others
-    fp4: bool = False  # codes of 4 bits are MXFP4's floats; a weight is minimum + scale * (12 + twice the float)
+    is_float: bool = False  # codes of 4 bits are MXFP4's: a weight is minimum + scale * (12 + twice it); of 8, FP8's
 
     def __post_init__(self) -> None:
         require(self.input_bits in (8, 16), f"input_bits must be 8 or 16, got {self.input_bits}")
-        require(self.bits == 4 or not self.fp4, f"codes of fp4 have 4 bits, got {self.bits}")
+        require(self.bits < BFLOAT16_BITS or not self.is_float, f"codes of floats have 4 or 8 bits, got {self.bits}")
+        require(self.codes_inputs or self.dtype == torch.bfloat16, f"products take bfloat16, not {self.dtype}")
         if self.bias is not None:
             num_outputs = len(self.data) * TILE if self.gated else self.width
             require_tensor("bias", self.bias, (num_outputs,), (self.dtype,))
 
     @property
     def inputs(self) -> int:
-        return self.data.shape[1] * (2 if self.bits == BFLOAT16_BITS else BLOCK)
+        return inputs_of(self.data, self.bits, is_float=self.is_float)
+
+    @property
+    def codes_inputs(self) -> bool:
+        return codes_inputs(self.bits, is_float=self.is_float)
+
+
+def inputs_of(data: Tensor, bits: int, *, is_float: bool) -> int:
+    """Return how many inputs tiles have. data: [tiles, ...]."""
+    if bits == BFLOAT16_BITS:
+        return 2 * data.shape[1]
+    if codes_inputs(bits, is_float=is_float):
+        return BLOCK * data.shape[1]
+    num_bytes = data.shape[1] // TILE  # an output's, with its scales
+    return num_bytes - -(-num_bytes // (SEGMENT + SCALE_BYTES)) * SCALE_BYTES
+
+
+def codes_inputs(bits: int, *, is_float: bool) -> bool:
+    """Say whether products with such weights code their inputs, too; others take them in bfloat16."""
+    return bits == 4 or (bits == 8 and not is_float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +137,20 @@ def tiled_codes(codes: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
         by_tile = _filled(each, TILE).unflatten(0, (-1, TILE)).transpose(1, 2)
         parts.append(by_tile.contiguous().view(torch.uint8))
     return torch.cat(parts, -1)
+
+
+def tiled_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """Put a matrix in FP8 (e4m3) into tiles, filled up with zeros: for each SEGMENT its scales, then pairs of codes.
+
+    codes: uint8 [width, inputs], an even number, without NaN. scales: float32 [width, inputs / SEGMENT], rounded up.
+    """
+    require(codes.shape[1] % 2 == 0, f"inputs must be even, got {codes.shape[1]}")
+    by_tile = _filled(scales, TILE).unflatten(0, (-1, TILE)).transpose(1, 2).contiguous().view(torch.uint8)
+    pairs = _tiled_pairs(codes)
+    parts = []
+    for segment, first in enumerate(range(0, codes.shape[1], SEGMENT)):
+        parts += [by_tile[:, segment], pairs[:, first // 2 : (first + SEGMENT) // 2].flatten(1)]
+    return torch.cat(parts, 1)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -166,12 +202,12 @@ def multiply(
         kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out_type=DTYPES[out.dtype], out=out.data_ptr(),
         x=x.data_ptr(), out_stride=out.stride(0), x_stride=x.stride(0), inputs=inputs, width=tiles.width,
         weights=tiles.data.data_ptr(), bias=None if tiles.bias is None else tiles.bias.data_ptr(),
-        after=GATED if tiles.gated else PLAIN, bits=tiles.bits, fp4=tiles.fp4, activation=finish.activation,
+        after=GATED if tiles.gated else PLAIN, bits=tiles.bits, is_float=tiles.is_float, activation=finish.activation,
         scale=finish.scale, cap=finish.cap or 0.0, positive=finish.xielu[0], negative=finish.xielu[1],
     )  # fmt: skip
     if residual is not None:
         call.after, call.residual, call.residual_stride = ADDED, residual.data_ptr(), residual.stride(0)
-    if tiles.bits == BFLOAT16_BITS:
+    if not tiles.codes_inputs:
         calls.take(num_rows, call)
         return out
     scratch = calls.empty(num_rows, inputs * tiles.input_bits // 8 + inputs // 4, torch.uint8)
@@ -209,11 +245,12 @@ def look_up(calls: Calls, ids: Tensor, tiles: Tiles, scale: float = 1.0) -> Tens
     Ids of which there is no row, since the matrix is a part of one, get zeros.
     """
     require_tensor("ids", ids, (None,), (torch.int64,))
+    require(tiles.codes_inputs or not tiles.is_float, "tiles: none in FP8")
     out = calls.empty(len(ids), tiles.inputs, tiles.dtype)
     call = Call(
         kind=Kind.LOOKUP_BFLOAT16 if tiles.bits == BFLOAT16_BITS else Kind.LOOKUP_QUANTIZED, type=DTYPES[tiles.dtype],
         out=out.data_ptr(), x=ids.data_ptr(), out_stride=tiles.inputs, inputs=tiles.inputs,
-        width=tiles.width, weights=tiles.data.data_ptr(), bits=tiles.bits, fp4=tiles.fp4, scale=scale,
+        width=tiles.width, weights=tiles.data.data_ptr(), bits=tiles.bits, is_float=tiles.is_float, scale=scale,
         first=tiles.first,
     )  # fmt: skip
     calls.take(len(ids), call)

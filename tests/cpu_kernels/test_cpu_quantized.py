@@ -87,7 +87,7 @@ def test_products_are_the_formulas(
     up_parts, up = coded(2, width, inputs, code)
     draw = generator(3)
     bias = torch.randn(width, generator=draw).to(dtype)
-    tiles = Tiles(tiled_codes(*parts), code.bits, width, dtype, bias, input_bits=input_bits, fp4=code.fp4)
+    tiles = Tiles(tiled_codes(*parts), code.bits, width, dtype, bias, input_bits=input_bits, is_float=code.fp4)
     both = tiled_codes(*(interleaved(*pair) for pair in zip(parts, up_parts, strict=True)))
     gates = replace(tiles, data=both, bias=interleaved(bias, bias), gated=True)
     for num_rows in NUM_ROWS:
@@ -116,7 +116,7 @@ def test_products_with_inputs_of_16_bits_are_those_of_the_inputs_themselves(
     parts, matrix = coded(1, width, inputs, code)
     x = torch.randn(num_rows, inputs, generator=generator(num_rows)) * torch.logspace(-9, 9, num_rows)[:, None]
     x[:, ::17] *= 100.0  # inputs beside which others of their block are small
-    found = multiply(calls, x, Tiles(tiled_codes(*parts), code.bits, width, torch.float32, fp4=code.fp4)).double()
+    found = multiply(calls, x, Tiles(tiled_codes(*parts), code.bits, width, torch.float32, is_float=code.fp4)).double()
     exact = x.double() @ matrix.t()
     steps = x.double().unflatten(1, (-1, BLOCK)).abs().amax(-1) / MOST_CODE[16]
     coding = steps @ matrix.abs().unflatten(1, (-1, BLOCK)).sum(-1).t() / 2
@@ -131,7 +131,7 @@ def test_float32_results_of_bfloat16_inputs_are_the_sums_before_rounding(
     calls: Immediate, code: Code, num_rows: int
 ) -> None:
     parts, _ = coded(1, 45, 96, code)
-    tiles = Tiles(tiled_codes(*parts), code.bits, 45, torch.bfloat16, fp4=code.fp4)
+    tiles = Tiles(tiled_codes(*parts), code.bits, 45, torch.bfloat16, is_float=code.fp4)
     x = torch.randn(num_rows, 96, generator=generator(2)).bfloat16()
     found = multiply(calls, x, tiles, out=torch.empty(num_rows, 45))
     assert torch.equal(found, multiply(calls, x.float(), replace(tiles, dtype=torch.float32)))
@@ -147,7 +147,7 @@ def test_the_largest_codes_and_inputs_do_not_overflow(
     codes = torch.full((width, inputs // BLOCK, BLOCK * code.bits // 8), byte, dtype=torch.uint8)
     scales = torch.ones(width, inputs // BLOCK).half()
     tiles = Tiles(
-        tiled_codes(codes, scales, scales * 0), code.bits, width, torch.float32, input_bits=input_bits, fp4=code.fp4
+        tiled_codes(codes, scales, scales * 0), code.bits, width, torch.float32, input_bits=input_bits, is_float=code.fp4
     )
     for sign in (1.0, -1.0):
         for num_rows in (1, 2, 3, 4, 9):
@@ -160,7 +160,7 @@ def test_the_largest_codes_and_inputs_do_not_overflow(
 @pytest.mark.parametrize(("code", "input_bits", "num_rows"), list(product(CODES, INPUT_BITS, NUM_ROWS)))
 def test_a_row_depends_on_itself_alone(calls: Immediate, code: Code, input_bits: int, num_rows: int) -> None:
     parts, _ = coded(1, 100, 576, code)
-    tiles = Tiles(tiled_codes(*parts), code.bits, 100, torch.bfloat16, input_bits=input_bits, fp4=code.fp4)
+    tiles = Tiles(tiled_codes(*parts), code.bits, 100, torch.bfloat16, input_bits=input_bits, is_float=code.fp4)
     x = torch.randn(num_rows, 576, generator=generator(2)).bfloat16()
     together = multiply(calls, x, tiles)
     for row in range(0, num_rows, 5):
@@ -171,7 +171,7 @@ def test_a_row_depends_on_itself_alone(calls: Immediate, code: Code, input_bits:
 def test_rows_of_a_matrix_are_decoded(calls: Immediate, code: Code, dtype: torch.dtype) -> None:
     parts, matrix = coded(1, 77, 96, code)
     ids = torch.tensor([76, 0, 31, 32, 15, 16, 0])
-    tiles = Tiles(tiled_codes(*parts), code.bits, 77, dtype, fp4=code.fp4)
+    tiles = Tiles(tiled_codes(*parts), code.bits, 77, dtype, is_float=code.fp4)
     rows = look_up(calls, ids, tiles)
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(rows.double(), matrix[ids], rtol=rtol, atol=1e-6)
@@ -202,7 +202,7 @@ def test_a_processor_without_the_instructions_gets_the_same_results(calls: Immed
         (codes, scales, minimums), _ = coded(1, 50, 96, code)
         scales[0], scales[1], minimums[:2], minimums[2] = 2.0**-24, -(2.0**-15), 0.0, 65504.0  # two are subnormal
         tiles = Tiles(
-            tiled_codes(codes, scales, minimums), code.bits, 50, torch.float32, input_bits=input_bits, fp4=code.fp4
+            tiled_codes(codes, scales, minimums), code.bits, 50, torch.float32, input_bits=input_bits, is_float=code.fp4
         )
         x, ids = torch.randn(9, 96, generator=generator(2)), torch.arange(50)
         torch.testing.assert_close(multiply(plain, x, tiles), multiply(calls, x, tiles), rtol=1e-5, atol=1e-5)

@@ -5,8 +5,6 @@
  * sequence alone. Ranges of one row are put together in their order.
  */
 
-#define OWN_WIDTH
-
 #include "attention.h"
 #include "attention_pass.h"
 #include "norm.h"

@@ -5,8 +5,6 @@
  * blocks of KEYS positions, which begin at multiples of KEYS. So a query's result depends on its own sequence alone, not
  * on how the sequence was cut into chunks. */
 
-#define OWN_WIDTH
-
 #include "key_blocks.h"
 
 #define TOKENS 32

@@ -41,7 +41,7 @@ struct call {
     const void *residual; /* [rows, width], or NULL; may be out */
     int64_t residual_stride, after, activation;
     int64_t num_heads, x_head; /* of a product of heads, whose width is a head's: from one head's inputs to the next's */
-    int64_t bits, fp4, input_bits; /* of weights' codes, and whether they are floats; of inputs': 8 or 16 */
+    int64_t bits, is_float, input_bits; /* of weights' codes, and whether they are floats; of inputs': 8 or 16 */
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer, rope;         /* rope: of the step's */

@@ -10,8 +10,6 @@
 #ifndef PDSERVE_CODES_H
 #define PDSERVE_CODES_H
 
-#define OWN_WIDTH
-
 #include "calls.h"
 #include "vectors.h"
 

@@ -42,6 +42,9 @@ void pdserve_grouping(const struct call *call, int64_t rows, int64_t begin, int6
     }
 }
 
+/* Whether an expert's inputs are coded, as its weights are. */
+INLINE int codes_inputs(const struct call *call) { return call->bits == 4 || (call->bits == 8 && !call->is_float); }
+
 INLINE int64_t coded_bytes(const struct call *call) { return call->inputs * call->input_bits / 8 + call->inputs / 4; }
 
 /* The call of one expert, over its slots. */
@@ -53,7 +56,7 @@ static struct call call_of(const struct call *call, const struct chosen *chosen,
     of.out = (char *)call->out + first * call->out_stride * size_of((int)call->out_type);
     of.weights = (const char *)call->weights + expert * call->mixture.expert_bytes;
     of.bias = call->bias ? (const char *)call->bias + expert * width * size_of((int)call->out_type) : NULL;
-    of.scratch = call->bits < 16 ? (char *)call->scratch + first * coded_bytes(call) : NULL;
+    of.scratch = codes_inputs(call) ? (char *)call->scratch + first * coded_bytes(call) : NULL;
     return of;
 }
 
@@ -76,7 +79,7 @@ void pdserve_gathering(const struct call *call, int64_t rows, int64_t begin, int
     given.scratch = call->x;
     for (int64_t slot = begin; slot < end; slot++) {
         const int64_t expert = chosen.slot_experts[slot], first = chosen.firsts[expert], row = chosen.rows[slot];
-        if (call->bits < 16) {
+        if (codes_inputs(call)) {
             const struct call of = call_of(call, &chosen, expert);
             const struct coded from = coded_of(&given, rows), to = coded_of(&of, chosen.firsts[expert + 1] - first);
             copy_codes(&to, slot - first, &from, row);
@@ -107,7 +110,7 @@ int64_t pdserve_units_experts(const struct call *call, int64_t rows) {
 static void multiply_tiles(const struct call *call, const struct chosen *chosen, int64_t expert, int64_t begin, int64_t end) {
     const struct call of = call_of(call, chosen, expert);
     const int64_t slots = chosen->firsts[expert + 1] - chosen->firsts[expert], tiles = tiles_of(call);
-    const int is_plain = call->bits == 16;
+    const int is_plain = !codes_inputs(call);
     const int64_t units = is_plain ? pdserve_units_bfloat16(&of, slots) : pdserve_units_quantized(&of, slots);
     for (int64_t block = 0; block < units; block += tiles) {
         if (is_plain)

@@ -1,8 +1,6 @@
 /* Attention over rows that are keys and values of all heads, in bfloat16: absorbed latent attention. A row is read once for
  * all heads of a token, or of the tokens of a block. What a query becomes depends on its own sequence alone. */
 
-#define OWN_WIDTH
-
 #include "key_blocks.h"
 
 /* Tokens of one sequence, each with all of its heads. */

@@ -8,8 +8,6 @@
 #ifndef PDSERVE_PRODUCTS_H
 #define PDSERVE_PRODUCTS_H
 
-#define OWN_WIDTH
-
 #include "activations.h"
 #include "calls.h"
 #include "vectors.h"

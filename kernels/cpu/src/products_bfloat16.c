@@ -1,11 +1,13 @@
-/* Products with bfloat16 weights, by dot products of pairs.
+/* Products with weights in bfloat16, or in FP8 (e4m3), by dot products of pairs.
  *
- * A tile holds, for each pair of inputs, the pairs of 32 outputs: [tiles][inputs / 2][32][2]. One stream of weights
- * serves up to MOST_ROWS rows at once.
+ * A tile holds, for each pair of inputs, the pairs of 32 outputs: [tiles][inputs / 2][32][2]. In FP8 it is cut into
+ * segments of 128 inputs, or fewer in the last one: 32 scales (float32), then the pairs. One stream of weights serves up
+ * to MOST_ROWS rows at once.
  */
 
 #include <stddef.h>
 
+#include "fp8.h"
 #include "products.h"
 
 #if defined(HAS_PAIRS)
@@ -14,6 +16,8 @@
 #define MOST_ROWS 4 /* widened, they lie on the stack */
 #endif
 #define STREAMED_ROWS 4 /* up to here memory is the limit, and the next tile is asked for early */
+#define SEGMENT 128     /* inputs of FP8 that share an output's scale */
+#define SCALES_BYTES (TILE * 4)
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(const struct call *to, int64_t row, int64_t tile, const floats *sums) {
@@ -23,25 +27,29 @@ static __attribute__((noinline)) void finish_row(const struct call *to, int64_t 
         finish(to, row, tile, sums, BFLOAT16);
 }
 
-/* Sums of `parts` vectors of a tile from `first` on: out [rows]. */
-INLINE void sum_parts(
-    floats out[][PARTS], const struct call *call, const element *x, int64_t x_stride, int64_t tile, int first,
-    const int rows, const int parts
+INLINE int64_t tile_bytes(const struct call *call, int bytes) {
+    return call->inputs * TILE * bytes + (bytes == 1 ? (call->inputs + SEGMENT - 1) / SEGMENT * SCALES_BYTES : 0);
+}
+
+/* Puts into sums [rows][parts] the products of `count` inputs; weights: of the first pair. bytes: of a weight. */
+INLINE void sum_pairs(
+    floats *sums, const char *weights, const element *x, int64_t x_stride, int64_t count, int64_t tile_bytes,
+    const int rows, const int parts, const int bytes
 ) {
-    const int64_t inputs = call->inputs;
-    const uint16_t *weights = (const uint16_t *)call->weights + tile * TILE * inputs + first * 2 * LANES;
-    floats sums[SUM_REGISTERS];
 #pragma GCC unroll 24
     for (int i = 0; i < rows * parts; i++)
         sums[i] = splat(0.0f);
-    for (int64_t pair = 0; pair < inputs / 2; pair++) {
-        const uint16_t *here = weights + pair * 2 * TILE;
+    for (int64_t pair = 0; pair < count / 2; pair++) {
+        const char *here = weights + pair * 2 * TILE * bytes;
         pairs columns[PARTS];
+        if (bytes == 1)
+            load_fp8_pairs(columns, here, parts);
 #pragma GCC unroll 8
         for (int part = 0; part < parts; part++) {
-            columns[part] = load_pairs(here + part * 2 * LANES);
-            if (rows <= STREAMED_ROWS && part * LANES % 16 == 0)
-                __builtin_prefetch(here + TILE * inputs + part * 2 * LANES, 0, 2);
+            if (bytes == 2)
+                columns[part] = load_pairs(here + part * 4 * LANES);
+            if (rows <= STREAMED_ROWS && part * LANES * bytes % 32 == 0)
+                __builtin_prefetch(here + tile_bytes + part * 2 * LANES * bytes, 0, 2);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
@@ -51,6 +59,32 @@ INLINE void sum_parts(
                 sums[r * parts + part] = add_products(sums[r * parts + part], columns[part], both);
         }
     }
+}
+
+/* Sums of `parts` vectors of a tile from `first` on: out [rows]. */
+INLINE void sum_parts(
+    floats out[][PARTS], const struct call *call, const element *x, int64_t x_stride, int64_t tile, int first,
+    const int rows, const int parts, const int bytes
+) {
+    const int64_t each = tile_bytes(call, bytes);
+    const char *here = (const char *)call->weights + tile * each;
+    floats sums[SUM_REGISTERS];
+    if (bytes == 2) {
+        sum_pairs(sums, here + first * 4 * LANES, x, x_stride, call->inputs, each, rows, parts, bytes);
+    } else {
+        floats segment[SUM_REGISTERS];
+        for (int i = 0; i < rows * parts; i++)
+            sums[i] = splat(0.0f);
+        for (int64_t input = 0; input < call->inputs; input += SEGMENT) {
+            const int64_t left = call->inputs - input, count = left < SEGMENT ? left : SEGMENT;
+            const float *scales = (const float *)here + first * LANES;
+            here += SCALES_BYTES;
+            sum_pairs(segment, here + first * 2 * LANES, x + input, x_stride, count, each, rows, parts, bytes);
+            here += count * TILE;
+            for (int i = 0; i < rows * parts; i++)
+                sums[i] += segment[i] * load_float32(scales + i % parts * LANES);
+        }
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -58,7 +92,7 @@ INLINE void sum_parts(
             out[r][first + part] = sums[r * parts + part];
 }
 
-INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows) {
+INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows, const int bytes) {
     const int parts = parts_at_once(rows);
     const int64_t inputs = call->inputs;
     const uint16_t *from = (const uint16_t *)call->x + row * call->x_stride;
@@ -68,23 +102,31 @@ INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const i
         widened(room[r], from + r * call->x_stride, inputs);
     floats sums[MOST_ROWS][PARTS];
     for (int first = 0; first < PARTS; first += parts)
-        sum_parts(sums, call, x, x == room[0] ? inputs : call->x_stride, tile, first, rows, parts);
+        sum_parts(sums, call, x, x == room[0] ? inputs : call->x_stride, tile, first, rows, parts, bytes);
     for (int r = 0; r < rows; r++)
         finish_row(call, row + r, tile, sums[r]);
 }
 
 #define CASE(rows) \
     case rows: \
-        multiply(call, row, tile, rows); \
+        multiply(call, row, tile, rows, bytes); \
         break;
 
-static void multiply_some(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
+INLINE void multiply_rows(const struct call *call, int64_t row, int64_t tile, int64_t rows, const int bytes) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4)
 #if MOST_ROWS > 4
         CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
+}
+
+static void multiply_bfloat16(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
+    multiply_rows(call, row, tile, rows, 2);
+}
+
+static void multiply_fp8(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
+    multiply_rows(call, row, tile, rows, 1);
 }
 
 /* Whether products take no longer than float32's, as far as that was measured. */
@@ -101,6 +143,8 @@ int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return u
 /* inputs: an even number, at most 32,768; weights: as above. */
 void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
+    void (*multiply_some)(const struct call *, int64_t, int64_t, int64_t) =
+        call->bits == 8 ? multiply_fp8 : multiply_bfloat16;
     for (int64_t unit = begin; unit < end; unit++) {
         int64_t part = unit / tiles * parts_of_block, last = part + parts_of_block;
         for (; part < last && part < parts; part++) {

@@ -25,23 +25,6 @@
 
 INLINE int64_t block_bytes(int bits) { return BLOCK * TILE * bits / 8 + 2 * SCALES_BYTES; }
 
-INLINE floats float16s(const uint8_t *from) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
-#elif defined(__F16C__)
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
-#elif defined(__aarch64__)
-    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
-#else
-    halfwords raw;
-    memcpy(&raw, from, sizeof raw);
-    words bits = __builtin_convertvector(raw, words), magnitude = (bits & 0x7fff) << 13;
-    ints not_finite = (ints)magnitude >= 0x7c00 << 13;
-    words sized = (words)((floats)magnitude * 0x1p112f); /* the exponent's bias is 15 in float16, 127 in float32 */
-    return (floats)(sized | ((words)not_finite & 0x7f800000) | (bits & 0x8000) << 16);
-#endif
-}
-
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(
     const struct call *call, int64_t row, int64_t tile, const floats *sums
@@ -82,8 +65,8 @@ INLINE void sum_parts(
         const uint8_t *after = here + BLOCK * TILE * bits / 8 + first * LANES * 2;
 #pragma GCC unroll 8
         for (int part = 0; part < parts; part++) {
-            floats scale = float16s(after + part * LANES * 2);
-            floats minimum = float16s(after + SCALES_BYTES + part * LANES * 2);
+            floats scale = load_float16(after + part * LANES * 2);
+            floats minimum = load_float16(after + SCALES_BYTES + part * LANES * 2);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 const float *of_row = scales + r * blocks * 2;
@@ -171,7 +154,7 @@ void pdserve_product_quantized(const struct call *call, int64_t rows, int64_t be
     static multiplying *const by_bits[3][2] = {
         {multiply_4_by_8, multiply_4_by_16}, {multiply_8_by_8, multiply_8_by_16}, {multiply_fp4_by_8, multiply_fp4_by_16}
     };
-    multiplying *multiply_rows = by_bits[call->fp4 ? 2 : call->bits == 8][call->input_bits == 16];
+    multiplying *multiply_rows = by_bits[call->is_float ? 2 : call->bits == 8][call->input_bits == 16];
     const struct coded coded = coded_of(call, rows);
     const int64_t tiles = tiles_of(call), parts = parts_of(rows, most_rows(call));
     const int64_t parts_of_block = BLOCK_ROWS / most_rows(call);
@@ -188,8 +171,8 @@ INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inp
     const int64_t half = lane / HALF_TILE, in_half = lane % HALF_TILE, vector = lane / LANES * LANES * 2;
     for (int64_t block = 0; block < inputs / BLOCK; block++, tile += block_bytes(bits)) {
         const uint8_t *after = tile + BLOCK * TILE * bits / 8, *of_half = tile + half * (BLOCK * HALF_TILE * bits / 8);
-        float scale = float16s(after + vector)[lane % LANES];
-        float minimum = float16s(after + SCALES_BYTES + vector)[lane % LANES];
+        float scale = load_float16(after + vector)[lane % LANES];
+        float minimum = load_float16(after + SCALES_BYTES + vector)[lane % LANES];
         for (int64_t first = 0; first < BLOCK; first += LANES) {
             floats values = {0};
             for (int64_t i = 0; i < LANES; i++) {
@@ -215,7 +198,7 @@ void pdserve_lookup_quantized(const struct call *call, int64_t rows, int64_t beg
             continue;
         }
         const uint8_t *tile = (const uint8_t *)call->weights + id / TILE * tile_bytes;
-        decode_row(to, tile, id % TILE, inputs, (int)call->bits, (int)call->fp4, (int)call->type);
+        decode_row(to, tile, id % TILE, inputs, (int)call->bits, (int)call->is_float, (int)call->type);
         scale_row(to, inputs, (float)call->scale, (int)call->type);
     }
 }

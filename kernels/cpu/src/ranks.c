@@ -9,7 +9,6 @@
  * ends is noticed by its worker. One that hangs is noticed here: then this rank takes part in no exchange any more. */
 
 #define _GNU_SOURCE
-#define OWN_WIDTH
 
 #include <errno.h>
 #include <limits.h>

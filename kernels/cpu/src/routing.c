@@ -1,7 +1,5 @@
 /* How rows choose experts: the rule of pdserve/model/routing.py. */
 
-#define OWN_WIDTH
-
 #include "chosen.h"
 #include "vectors.h"
 

@@ -1,7 +1,5 @@
 /* RMSNorm and LayerNorm. No row depends on another. */
 
-#define OWN_WIDTH
-
 #include "calls.h"
 #include "norm.h"
 

@@ -5,8 +5,6 @@
  * counted and weighed in buckets, and the bucket that holds the floor is sorted. Where those scores do not hold the
  * floor, all scores are looked at in the same way. */
 
-#define OWN_WIDTH
-
 #include <omp.h>
 #include <stdlib.h>
 

@@ -1,7 +1,4 @@
-/* Vectors of floats, and the element types of tensors.
- *
- * A vector has 16 lanes. A file that defines OWN_WIDTH first gets the processor's own width: compilers are bad at wider
- * vectors than a processor has. */
+/* Vectors of floats, as wide as a processor has them, and the element types of tensors. */
 
 #ifndef PDSERVE_VECTORS_H
 #define PDSERVE_VECTORS_H
@@ -15,7 +12,7 @@
 #include <arm_neon.h>
 #endif
 
-#if !defined(OWN_WIDTH) || defined(__AVX512F__)
+#if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
 #define LANES 8
@@ -61,6 +58,23 @@ INLINE floats load_bfloat16(const uint16_t *from) {
     halfwords raw;
     memcpy(&raw, from, sizeof raw);
     return (floats)(__builtin_convertvector(raw, words) << 16);
+}
+
+INLINE floats load_float16(const void *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(from));
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128(from));
+#elif defined(__aarch64__)
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
+#else
+    halfwords raw;
+    memcpy(&raw, from, sizeof raw);
+    words bits = __builtin_convertvector(raw, words), magnitude = (bits & 0x7fff) << 13;
+    ints not_finite = (ints)magnitude >= 0x7c00 << 13;
+    words sized = (words)((floats)magnitude * 0x1p112f); /* the exponent's bias is 15 in float16, 127 in float32 */
+    return (floats)(sized | ((words)not_finite & 0x7f800000) | (bits & 0x8000) << 16);
+#endif
 }
 
 /* Rounds to the nearest, ties to even; NaN stays NaN. */
@@ -212,7 +226,7 @@ INLINE void zip(pairs *first, pairs *last, pairs a, pairs b) {
     *last = (__m512bh)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
 }
 
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && LANES == 4
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_PAIRS
 typedef bfloat16x8_t pairs;
 
