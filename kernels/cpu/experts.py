@@ -85,7 +85,14 @@ class ExpertTiles:
     def of_expert(self, place: int) -> Tiles:
         bias = None if self.bias is None else self.bias[place]
         return Tiles(
-            self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits, is_float=self.is_float
+            self.data[place],
+            self.bits,
+            self.width,
+            self.dtype,
+            bias,
+            self.gated,
+            self.input_bits,
+            is_float=self.is_float,
         )
 
 

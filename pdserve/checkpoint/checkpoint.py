@@ -28,9 +28,10 @@ from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from pdserve.model.fp8 import Fp8
     from pdserve.model.groups import Groups
 
-FileCodes = Literal["awq", "compressed-tensors", "gguf", "gptq", "mxfp4"]
+FileCodes = Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "mxfp4"]
 ChosenQuantization = Literal["none", "int8", "int4"] | FileCodes  # floats, rounded as they are read, or the file's
 
 PART_BYTES = 2**25  # hashed by one thread at a time
@@ -253,11 +254,12 @@ def _rounded(name: str, stored: Stored, bits: int | None) -> Stored:
         return stored
     import numpy as np  # noqa: PLC0415 - routers open checkpoints without it
 
+    from pdserve.model.fp8 import Fp8  # noqa: PLC0415
     from pdserve.model.groups import Groups, quantized  # noqa: PLC0415
 
-    def read(part: Part) -> "Groups":
+    def read(part: Part) -> "Groups | Fp8":
         values = stored.read(part)
-        if isinstance(values, Groups):
+        if isinstance(values, Groups | Fp8):
             return values
         try:
             return quantized(values if isinstance(values, np.ndarray) else values.float().numpy(), bits)

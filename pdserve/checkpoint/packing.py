@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdserve.model.fp8 import MAGNITUDE, SEGMENT, Fp8
 from pdserve.model.groups import Groups, packed_halves
 from pdserve.model.weights import GROUP
 
@@ -32,7 +33,7 @@ class Coded:
         zeros, scales = (self._spread(each) for each in (self.zeros, self.scales))
         return (self.codes.float() - zeros.float()) * scales.float()
 
-    def groups(self) -> Groups | None:
+    def kept(self) -> Groups | None:
         """Return the same matrix as products take it; None if its groups or its scales are not theirs."""
         outputs, inputs = self.codes.shape
         size = inputs // self.scales.shape[1]
@@ -125,8 +126,19 @@ class Scaled:
             wide = wide.repeat_interleave(inputs // wide.shape[1], 1)
         return self.narrow.float() * wide
 
-    def groups(self) -> None:
-        """Return that products take none of this."""
+    def kept(self) -> Fp8 | None:
+        """Return the same matrix as products take it; None if its type, its blocks or a NaN are not theirs."""
+        if self.narrow.dtype != torch.float8_e4m3fn or (self.block is not None and self.block[1] % SEGMENT):
+            return None
+        outputs, codes, scales = len(self.narrow), self.narrow.view(torch.uint8), self.scales.float()
+        if self.block is not None:
+            scales = scales.repeat_interleave(self.block[0], 0)[:outputs].repeat_interleave(self.block[1] // SEGMENT, 1)
+            scales = scales[:, : -(-codes.shape[1] // SEGMENT)].contiguous()
+        elif scales.dim() < 2 or scales.shape[1] == 1:
+            scales = scales.reshape(-1, 1).expand(outputs, 1).contiguous()
+        else:
+            return None
+        return None if bool((codes & MAGNITUDE == MAGNITUDE).any()) else Fp8(codes.numpy(), scales.numpy())
 
 
 def scales_that_are_not_finite(parts: Parts) -> str | None:

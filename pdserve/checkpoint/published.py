@@ -43,7 +43,7 @@ class Format:
     bits: int = 8
     block: tuple[int, int] | None = None  # of FP8: outputs and inputs that share a scale
     older: bool = False  # of GPTQ
-    coded_as: FileCodes | None = None  # integers that products take
+    coded_as: FileCodes | None = None  # codes that products take
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def _fp8(section: Fields) -> Format:
     for key in ("activation_scheme", "scale_fmt"):  # of inputs
         section.text(key, "")
     section.flag("dequantize", default=False)
-    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=_block(section, "weight_block_size"))
+    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=_block(section, "weight_block_size"), coded_as="fp8")
 
 
 def _block(section: Fields, key: str) -> tuple[int, int] | None:
@@ -125,11 +125,10 @@ def _compressed(section: Fields) -> Format:
         if section.section(key).unread():
             raise section.unsupported(key, "nothing")
     groups = section.section("config_groups")
-    block, kinds, in_order = None, set[str](), True
+    block, in_order = None, True
     for name in groups.unread():
         weights = groups.section(name).section("weights")
         kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
-        kinds.add(kind)
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise weights.unsupported("num_bits", "4 or 8 of int, 8 of float")
         served = ("channel", "group", "tensor", *(("block",) if kind == "float" else ()))
@@ -138,7 +137,7 @@ def _compressed(section: Fields) -> Format:
         in_order &= weights.text("actorder", "weight") not in ("group", "dynamic")
         block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
-    coded_as: FileCodes | None = "compressed-tensors" if "int" in kinds and in_order else None
+    coded_as: FileCodes | None = "compressed-tensors" if in_order else None
     optional = (*parts, *OF_INPUTS, "input_zero_point")
     return Format("compressed-tensors", ("weight_scale",), (), optional, block=block, coded_as=coded_as)
 
@@ -165,7 +164,7 @@ FORMATS: Mapping[str, Callable[[Fields], Format]] = {
 def decoding(weights: Weights, of: Format, *, keep_coded: bool = False) -> Weights:
     """Return a checkpoint's tensors with each coded matrix as one, decoded when it is read.
 
-    keep_coded: matrices of integers as products take them, where they do. ConfigError names a part that is missing or
+    keep_coded: matrices as products take them, where they do. ConfigError names a part that is missing or
     misshapen.
     """
     if of == PLAIN:
@@ -185,10 +184,11 @@ def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool
     def read(part: Part) -> "Read":
         tensors = {name: cast("torch.Tensor", stored.read(())) for name, stored in parts.items()}
         coded = _decoded(base, tensors, of, shape)
-        groups = coded.groups() if keep_coded else None
-        return coded.values()[part] if groups is None else groups.part(part)
+        kept = coded.kept() if keep_coded else None
+        return coded.values()[part] if kept is None else kept.part(part)
 
-    return Stored(shape, read, GROUP if keep_coded else 1)
+    group = GROUP if of.block is None else of.block[1]
+    return Stored(shape, read, group if keep_coded else 1)
 
 
 def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "Scaled | Coded":

@@ -11,6 +11,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
+from pdserve.model.fp8 import Coded, Fp8
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, Held, Linear, Matrix, Quantized
 from pdserve.model.rope import Rope
@@ -115,7 +116,7 @@ class Tensors:
     ) -> Tensor:
         del shape  # has been compared by whoever gave us the weights
         taken = self._take(name, shard, plus, torch.float32 if exact else self.dtype)
-        if isinstance(taken, Groups):
+        if isinstance(taken, Groups | Fp8):
             return Quantized(taken, self.dtype).dense().data.to(self.device)
         return taken
 
@@ -128,7 +129,7 @@ class Tensors:
         if by_columns and shard is not None and shard.rank > 0:
             added = None
         weight = self._take(f"{name}.weight", shard)
-        return Quantized(weight, self.dtype, added) if isinstance(weight, Groups) else Dense(weight, added)
+        return Dense(weight, added) if isinstance(weight, Tensor) else Quantized(weight, self.dtype, added)
 
     def group(self, name: str) -> int:
         stored = self._left[f"{name}.weight"]
@@ -136,10 +137,10 @@ class Tensors:
 
     def _take(
         self, name: str, shard: Shard | None, plus: float = 0.0, dtype: torch.dtype | None = None
-    ) -> Tensor | Groups:
+    ) -> Tensor | Coded:
         stored = self._left.pop(name)
         read = stored.read(() if shard is None else shard.part(name, stored))
-        if not isinstance(read, Groups):
+        if not isinstance(read, Groups | Fp8):
             read = read if isinstance(read, Tensor) else torch.from_numpy(read)
             if read.element_size() == 1:
                 raise ConfigError(f"{name}: {read.dtype} without scales")

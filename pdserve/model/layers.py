@@ -273,7 +273,7 @@ def _side_by_side(first: Matrix, second: Matrix) -> Matrix:
 
 def _in_each_head(features: Tensor, matrix: Matrix) -> Tensor:
     """Return the rows of a matrix of whole heads with the features of each in another order."""
-    num_rows = matrix.groups.shape[0] if isinstance(matrix, Quantized) else len(matrix.data)
+    num_rows = matrix.coded.shape[0] if isinstance(matrix, Quantized) else len(matrix.data)
     return (torch.arange(0, num_rows, len(features))[:, None] + features).flatten()
 
 

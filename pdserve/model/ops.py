@@ -16,7 +16,7 @@ from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import onednn
 from pdserve.model.activations import MlpActivation, activate, bent_times, swiglu_oai
 from pdserve.model.design import Activation, Routing
-from pdserve.model.groups import Groups, joined_groups
+from pdserve.model.fp8 import Coded, joined_coded
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.parallel import RowParallel, VocabParallel
 from pdserve.model.routing import routed
@@ -42,12 +42,12 @@ class Packed:
 class Quantized:
     """A matrix as its checkpoint codes it."""
 
-    groups: Groups
+    coded: Coded
     dtype: torch.dtype  # of inputs and results
     bias: Tensor | None = None
 
     def dense(self) -> Dense:
-        return Dense(torch.from_numpy(self.groups.values()).to(self.dtype), self.bias)
+        return Dense(torch.from_numpy(self.coded.values()).to(self.dtype), self.bias)
 
 
 Matrix = Dense | Quantized  # as it is loaded
@@ -312,8 +312,8 @@ def weight_bytes(weight: Held) -> int:
     match weight:
         case GateUp(gate, up):
             return weight_bytes(gate) + weight_bytes(up)
-        case Quantized(groups):
-            return groups.nbytes
+        case Quantized(coded):
+            return coded.nbytes
         case RowParallel(held) | VocabParallel(held):
             return weight_bytes(held)
         case _:
@@ -328,21 +328,21 @@ def rows_of(weight: Matrix, rows: slice | Tensor) -> Matrix:
     """Return the matrix of some outputs, in their order."""
     bias = None if weight.bias is None else weight.bias[rows].contiguous()
     if isinstance(weight, Quantized):
-        groups = weight.groups.of_outputs(rows if isinstance(rows, slice) else rows.numpy())
-        return Quantized(groups, weight.dtype, bias)
+        coded = weight.coded.of_outputs(rows if isinstance(rows, slice) else rows.numpy())
+        return Quantized(coded, weight.dtype, bias)
     return Dense(weight.data[rows].contiguous(), bias)
 
 
 def joined(*weights: Matrix) -> Matrix:
-    """Return one matrix with the outputs of all side by side: quantized if all are."""
+    """Return one matrix with the outputs of all side by side: quantized if all are, in one form."""
     if len(weights) == 1:
         return weights[0]
     biases = [weight.bias for weight in weights if weight.bias is not None]
     bias = torch.cat(biases) if biases else None
-    groups = [weight.groups for weight in weights if isinstance(weight, Quantized)]
-    if len(groups) == len(weights):
-        (first,) = {weight.dtype for weight in weights if isinstance(weight, Quantized)}
-        return Quantized(joined_groups(*groups), first, bias)
+    coded = [weight.coded for weight in weights if isinstance(weight, Quantized)]
+    whole = joined_coded(*coded) if len(coded) == len(weights) else None
+    if whole is not None and isinstance(weights[0], Quantized):
+        return Quantized(whole, weights[0].dtype, bias)
     return Dense(torch.cat([decoded(weight).data for weight in weights]), bias)
 
 

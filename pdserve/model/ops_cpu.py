@@ -26,11 +26,13 @@ from pdserve.kernels.cpu.layers import (
     rms_norm_,
     tiled,
     tiled_codes,
+    tiled_fp8,
     tiled_gate_up,
 )
 from pdserve.kernels.cpu.library import DTYPES
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
+from pdserve.model.fp8 import Coded, Fp8
 from pdserve.model.groups import Groups, alike
 from pdserve.model.heads import HeadDense, HeadLinear
 from pdserve.model.onednn import packs
@@ -139,16 +141,15 @@ class CpuOps:
         self._noted = False  # whether slow products were logged
 
     def held(self, weight: Matrix) -> Linear:
+        weight = _taken(weight)
         self._note_slow_products(weight)
         if isinstance(weight, Quantized):
-            groups = weight.groups
-            data = tiled_codes(*_tensors(groups))
-            bits, width = groups.bits, groups.shape[0]
-            return Tiles(data, bits, width, weight.dtype, weight.bias, input_bits=self._input_bits, fp4=groups.fp4)
+            return _quantized_tiles(weight.coded, _tensors(weight.coded), weight, weight.bias, self._input_bits)
         return tiled(weight.data, weight.bias) if self._fits(weight.data) else self._torch.held(weight)
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
-        if isinstance(gate, Quantized) and isinstance(up, Quantized):
+        gate, up = _taken(gate), _taken(up)
+        if isinstance(gate, Quantized) and isinstance(up, Quantized) and type(gate.coded) is type(up.coded):
             return _quantized_gate_up(gate, up, self._input_bits)
         if isinstance(gate, Dense) and isinstance(up, Dense) and self._fits(gate.data):
             bias = None if gate.bias is None or up.bias is None else (gate.bias, up.bias)
@@ -159,6 +160,8 @@ class CpuOps:
         return HeadTiles.of(weight) if self._fits(weight) else HeadDense(weight)
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
+        if isinstance(weight, Quantized) and isinstance(weight.coded, Fp8):
+            weight = weight.dense()  # since rows of FP8 are not looked up
         if isinstance(weight, Quantized) or self._fits(weight.data):
             held = self.held(weight)
             return held, held if tied else None
@@ -215,10 +218,11 @@ class CpuOps:
         return self._compiled if x.dtype in DTYPES else self._torch
 
     def _note_slow_products(self, weight: Matrix) -> None:
-        if isinstance(weight, Quantized):
+        if isinstance(weight, Quantized) and isinstance(weight.coded, Groups):
             there, kind, instructions = self._multiplies_bytes, "bytes", "AVX-512 VNNI"
         else:
-            there = weight.data.dtype != torch.bfloat16 or self._multiplies_bfloat16 or _has_matrix_units()
+            is_bfloat16 = isinstance(weight, Quantized) or weight.data.dtype == torch.bfloat16
+            there = not is_bfloat16 or self._multiplies_bfloat16 or _has_matrix_units()
             kind, instructions = "bfloat16", "AVX-512 BF16"
         if not there and not self._noted:
             self._noted = True
@@ -233,19 +237,41 @@ class CpuOps:
         return fits and not self._has_units and (self._multiplies_bfloat16 or not packs(data))
 
 
+def _taken(weight: Matrix) -> Matrix:
+    """Return a weight as it is, or decoded if products do not take its codes: FP8's inputs are bfloat16."""
+    if not isinstance(weight, Quantized) or isinstance(weight.coded, Groups):
+        return weight
+    inputs = weight.coded.shape[1]
+    fits = weight.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
+    return weight if fits else weight.dense()
+
+
 def _quantized_gate_up(gate: Quantized, up: Quantized, input_bits: int) -> Tiles:
-    """Put the two matrices of a gated unit into common tiles."""
-    pair = alike(gate.groups, up.groups)
-    first, second = map(_tensors, pair)
-    data = tiled_codes(*(interleaved(*each) for each in zip(first, second, strict=True)))
+    """Put the two matrices of a gated unit, which are coded alike, into common tiles."""
+    first, second = gate.coded, up.coded
+    if isinstance(first, Groups) and isinstance(second, Groups):
+        first, second = alike(first, second)
+    parts = tuple(interleaved(*each) for each in zip(_tensors(first), _tensors(second), strict=True))
     bias = None if gate.bias is None or up.bias is None else interleaved(gate.bias, up.bias)
-    return Tiles(
-        data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True, input_bits=input_bits, fp4=pair[0].fp4
-    )
+    return _quantized_tiles(first, parts, gate, bias, input_bits, gated=True)
 
 
-def _tensors(groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.tensor(groups.codes), torch.tensor(groups.scales), torch.tensor(groups.minimums)
+def _quantized_tiles(
+    coded: Coded, parts: tuple[Tensor, ...], of: Quantized, bias: Tensor | None, input_bits: int, *, gated: bool = False
+) -> Tiles:
+    """Put the parts of a coded matrix, or of two, into tiles."""
+    given, width = (of.dtype, bias, gated, input_bits), coded.shape[0]
+    match coded:
+        case Groups():
+            return Tiles(tiled_codes(*parts), coded.bits, width, *given, is_float=coded.fp4)
+        case Fp8():
+            return Tiles(tiled_fp8(*parts), 8, width, *given, is_float=True)
+
+
+def _tensors(coded: Coded) -> tuple[Tensor, ...]:
+    if isinstance(coded, Fp8):
+        return torch.tensor(coded.codes), torch.tensor(coded.segment_scales())
+    return torch.tensor(coded.codes), torch.tensor(coded.scales), torch.tensor(coded.minimums)
 
 
 def _has_matrix_units() -> bool:

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from pdserve.model.fp8 import Fp8
     from pdserve.model.groups import Groups
 
-    Read: TypeAlias = npt.NDArray[np.float32] | torch.Tensor | Groups
+    Read: TypeAlias = npt.NDArray[np.float32] | torch.Tensor | Groups | Fp8
 
 Part = tuple[slice, ...]  # indexes a part of a tensor; empty: all of it
 ROWS, COLUMNS = 0, 1  # axes of a matrix: its outputs, and its inputs

@@ -21,6 +21,7 @@ from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
 from pdserve.checkpoint.published import decoding, read_format
 from pdserve.engine.runner import Runner
 from pdserve.model.family import Tensors
+from pdserve.model.fp8 import Fp8
 from pdserve.model.groups import Groups
 from pdserve.model.loading import load_model
 
@@ -101,17 +102,19 @@ def in_int8(matrix: Tensor, *, symmetric: bool = True) -> tuple[dict[str, Tensor
     return parts, (q.float() - zeros.float()) * scales.float()
 
 
-def in_fp8(matrix: Tensor, name: str, shape: Callable[[int, int], tuple[int, ...]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return FP8 with scales of this name and shape, spread over the matrix by hand."""
+def in_fp8(
+    matrix: Tensor, name: str, shape: Callable[[int, int], tuple[int, ...]], block: int = 48
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return FP8 with scales of this name and shape, powers of two, spread over the matrix by hand."""
     (outputs, inputs), draw = matrix.shape, draws(matrix)
     q = (torch.randn(matrix.shape, generator=draw) * 40).to(torch.float8_e4m3fn)
-    scales = torch.rand(shape(outputs, inputs), generator=draw) * 0.004 + 0.001
+    scales = torch.exp2(torch.randint(-10, -7, shape(outputs, inputs), generator=draw).float())
     values = q.float()
     rows, columns = (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (1, 1)
     expected = torch.empty_like(values)
     for row in range(outputs):
         for column in range(inputs):
-            at = (row // 48, column // 48) if columns > 1 else (row, 0)
+            at = (row // block, column // block) if rows < outputs else (row, 0)
             scale = scales.flatten()[0] if rows == columns == 1 else scales[at]
             expected[row, column] = values[row, column] * scale
     return {"weight": q, name: scales}, expected
@@ -145,17 +148,16 @@ CASES: dict[str, Case] = {
         FP8 | {"weight_block_size": [48, 48]},
         lambda m: in_fp8(m, "weight_scale_inv", lambda rows, columns: (-(-rows // 48), -(-columns // 48))),
     ),
+    "fp8 of large blocks": (
+        FP8 | {"weight_block_size": [128, 128]},
+        lambda m: in_fp8(m, "weight_scale_inv", lambda *sizes: tuple(-(-size // 128) for size in sizes), 128),
+    ),
     "fp8 of tensors": (FP8 | {"weight_block_size": None}, lambda m: in_fp8(m, "weight_scale_inv", lambda *_: ())),
 }
-KEPT = (
-    "awq",
-    "gptq",
-    "gptq, 8 bits",
-    "words",
-    "words, with zeros",
-    "int8",
-    "int8, with zeros",
-)  # products take their codes
+KEPT = {  # products take their codes
+    **dict.fromkeys(("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros", "int8", "int8, with zeros"), Groups),
+    **dict.fromkeys(("fp8 of outputs", "fp8 of large blocks", "fp8 of tensors"), Fp8),
+}
 
 
 def read_one(config: dict[str, Any], parts: dict[str, Tensor], *, keep_coded: bool = False) -> Any:  # noqa: ANN401
@@ -182,9 +184,27 @@ def test_products_take_codes_where_their_groups_allow(case: str) -> None:
     parts, expected = make(torch.zeros(64, 96))
     for part in ((), (slice(16, 48),), (slice(None), slice(32, 64))):
         read = read_one(config, parts, keep_coded=True).read(part)
-        assert isinstance(read, Groups) == (case in KEPT)
-        values = torch.from_numpy(read.values()) if isinstance(read, Groups) else read
+        assert isinstance(read, KEPT.get(case, Tensor))
+        values = read if isinstance(read, Tensor) else torch.from_numpy(read.values())
         torch.testing.assert_close(values, expected[part], rtol=0.0, atol=1e-3)  # of minimums in half precision
+
+
+def test_blocks_of_fp8_are_parted_where_they_begin() -> None:
+    config, make = CASES["fp8 of large blocks"]
+    parts, expected = make(torch.zeros(200, 300))
+    stored = read_one(config, parts, keep_coded=True)
+    assert stored.group == 128
+    for part in ((slice(100, 150),), (slice(None), slice(128, 300)), (slice(None), slice(0, 256))):
+        assert torch.equal(torch.from_numpy(stored.read(part).values()), expected[part])
+
+
+def test_fp8_that_is_not_a_number_is_decoded() -> None:
+    config, make = CASES["fp8 of tensors"]
+    parts, _ = make(torch.zeros(64, 96))
+    parts["weight"].view(torch.uint8)[3, 5] = 255
+    read = read_one(config, parts, keep_coded=True).read(())
+    assert isinstance(read, Tensor)
+    assert read.isnan().nonzero().tolist() == [[3, 5]]
 
 
 def test_scales_that_half_precision_holds_nearly_are_kept_and_others_are_not() -> None:
@@ -351,6 +371,23 @@ def test_a_published_model_answers_as_its_decoded_weights_do(case: str, tmp_path
     assert len({token for answer in answers for token in answer}) > 4
     for each, answer in zip(asked, answers, strict=True):
         assert first_disagreement(oracle, each, answer) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fp8 of outputs", "fp8 of large blocks"])
+def test_models_in_fp8_compute_as_their_decoded_weights_do(case: str, tmp_path: Path) -> None:
+    published(case, write_model("llama3", tmp_path / "plain", intermediate_size=128), tmp_path / "coded")
+    checkpoint = open_directory(tmp_path / "coded")
+    kept = choose_quantization("auto", checkpoint, "bfloat16", "cpu")
+    assert kept == checkpoint.coded_as != "none"
+    coded = load_model(checkpoint.config, weights_in_form(checkpoint, kept), torch.bfloat16)
+    plain = load_model(checkpoint.config, checkpoint.weights(), torch.bfloat16)
+    assert coded.bytes_read(1) < 0.7 * plain.bytes_read(1)
+    found, expected = (greedy_texts(Runner(each, 40, 16), [prompt(5), prompt(150)], 24) for each in (coded, plain))
+    assert found == expected, "their scales are powers of two, and an output's inputs share one: the same bits"
+    exact = load_model(checkpoint.config, weights_in_form(checkpoint, kept), torch.float32)
+    float32 = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    assert exact.bytes_read(1) == float32.bytes_read(1), "products take bfloat16: these are decoded"
 
 
 @pytest.mark.slow

@@ -6,17 +6,27 @@ from itertools import product
 
 import pytest
 import torch
+from narrow_floats import in_fp8
 from torch import Tensor
 from torch.nn.functional import silu
 
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.experts import ExpertTiles, Router, SharedRows, TiledExperts, mix
-from pdserve.kernels.cpu.layers import BLOCK, Activation, Tiles, interleaved, tiled, tiled_codes, tiled_gate_up
+from pdserve.kernels.cpu.layers import (
+    BLOCK,
+    Activation,
+    Tiles,
+    interleaved,
+    tiled,
+    tiled_codes,
+    tiled_fp8,
+    tiled_gate_up,
+)
 from pdserve.model.design import Routing
 from pdserve.model.routing import routed
 
 HIDDEN, INNER = 64, 96
-FORMS = ["bfloat16", *product((4, 8, "fp4"), (8, 16), (torch.float32, torch.bfloat16))]
+FORMS = ["bfloat16", "fp8", *product((4, 8, "fp4"), (8, 16), (torch.float32, torch.bfloat16))]
 RULES = [
     Routing(8),
     Routing(3, normalized=False, scale=2.5),
@@ -107,7 +117,17 @@ def choices(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 def case_of(form: str | tuple[int | str, int, torch.dtype], count: int, rule: Routing) -> Case:
-    if isinstance(form, str):
+    if form == "fp8":
+        made, pairs = [], []
+        for expert in range(count):
+            (gates, gate), (ups, up) = (in_fp8(2 * expert + i, INNER, HIDDEN) for i in range(2))
+            downs, down = in_fp8(1000 + expert, HIDDEN, INNER)
+            both = tiled_fp8(*(interleaved(*each) for each in zip(gates, ups, strict=True)))
+            first = Tiles(both, 8, INNER, torch.bfloat16, gated=True, is_float=True)
+            pairs.append((first, Tiles(tiled_fp8(*downs), 8, HIDDEN, torch.bfloat16, is_float=True)))
+            made.append((gate, up, down))
+        matrices, dtype, input_bits = tuple(torch.stack(each) for each in zip(*made, strict=True)), torch.bfloat16, None
+    elif isinstance(form, str):
         gate, up = (normal(seed, count, INNER, HIDDEN).bfloat16() * 0.2 for seed in (1, 2))
         down = normal(3, count, HIDDEN, INNER).bfloat16() * 0.2
         pairs = [(tiled_gate_up(gate[i], up[i]), tiled(down[i])) for i in range(count)]
@@ -121,8 +141,8 @@ def case_of(form: str | tuple[int | str, int, torch.dtype], count: int, rule: Ro
             (gates, gate), (ups, up) = (codes_of(2 * expert + i, INNER, HIDDEN, bits=bits, fp4=fp4) for i in range(2))
             downs, down = codes_of(-1 - expert, HIDDEN, INNER, bits=bits, fp4=fp4)
             both = tiled_codes(*(interleaved(*each) for each in zip(gates, ups, strict=True)))
-            first = Tiles(both, bits, INNER, dtype, gated=True, input_bits=input_bits, fp4=fp4)
-            pairs.append((first, Tiles(tiled_codes(*downs), bits, HIDDEN, dtype, input_bits=input_bits, fp4=fp4)))
+            first = Tiles(both, bits, INNER, dtype, gated=True, input_bits=input_bits, is_float=fp4)
+            pairs.append((first, Tiles(tiled_codes(*downs), bits, HIDDEN, dtype, input_bits=input_bits, is_float=fp4)))
             made.append((gate, up, down))
         matrices = tuple(torch.stack(each) for each in zip(*made, strict=True))
     router = router_of(normal(4, count, HIDDEN).to(dtype) * 0.2, rule)
@@ -150,7 +170,7 @@ def test_experts_in_codes_are_the_formula(calls: Immediate, form: tuple[int, int
             assert ((mix(calls, x, case.experts, None, None).double() - expected).abs() <= off).all()
 
 
-@pytest.mark.parametrize("form", ["bfloat16", (4, 16, torch.float32), (8, 8, torch.bfloat16)])
+@pytest.mark.parametrize("form", ["bfloat16", "fp8", (4, 16, torch.float32), (8, 8, torch.bfloat16)])
 def test_vectors_of_any_width_compute_alike(narrow: ctypes.CDLL, form: str | tuple[int, int, torch.dtype]) -> None:
     case = case_of(form, 8, RULES[3])
     for num_rows in (1, 20):
@@ -171,7 +191,7 @@ def test_many_rows_of_one_expert_are_computed_block_by_block(
     assert case.experts.counts.max() > 240
 
 
-@pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32), (4, 8, torch.bfloat16)])
+@pytest.mark.parametrize("form", ["bfloat16", "fp8", (8, 16, torch.float32), (4, 8, torch.bfloat16)])
 def test_a_rows_bits_depend_on_neither_company_nor_threads(
     loaded: ctypes.CDLL, calls: Immediate, form: str | tuple[int, int, torch.dtype]
 ) -> None:

@@ -5,7 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from narrow_floats import in_fp8
 from torch import Tensor
+from torch.nn.functional import silu
 
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.layers import (
@@ -14,10 +16,12 @@ from pdserve.kernels.cpu.layers import (
     Finish,
     HeadTiles,
     Tiles,
+    interleaved,
     look_up,
     multiply,
     multiply_heads,
     tiled,
+    tiled_fp8,
     tiled_gate_up,
 )
 
@@ -53,7 +57,7 @@ def test_products_are_the_formulas(products: Products, shape: tuple[int, int], n
     x, residual = normal(4, num_rows, inputs), normal(5, num_rows, width)
     plain = x.double() @ weight.double().t()
     biased = plain + bias.double()
-    gated = torch.nn.functional.silu(biased) * (x.double() @ up.double().t() + bias.double())
+    gated = silu(biased) * (x.double() @ up.double().t() + bias.double())
     torch.testing.assert_close(products.product(x, tiled(weight)).double(), plain, **CLOSE)
     torch.testing.assert_close(products.product(x, tiled(weight, bias)).double(), biased, **CLOSE)
     added = products.product(x, tiled(weight, bias), residual)
@@ -67,6 +71,45 @@ def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, num_rows: in
     weight, bias, x = normal(1, 100, 576), normal(2, 100), normal(3, num_rows, 576)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(Products(narrow).product(x, tiled(weight, bias)).double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("shape", "num_rows"), list(product([*SHAPES, (64, 1024)], NUM_ROWS)))
+def test_products_of_fp8_are_the_formulas(products: Products, shape: tuple[int, int], num_rows: int) -> None:
+    check_fp8(products, *shape, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 40])
+def test_fp8_is_the_formula_in_vectors_of_any_width(narrow: ctypes.CDLL, num_rows: int) -> None:
+    check_fp8(Products(narrow), 100, 576, num_rows)
+
+
+def check_fp8(products: Products, width: int, inputs: int, num_rows: int) -> None:
+    (gates, gate), (ups, up) = (in_fp8(seed, width, inputs) for seed in (1, 2))
+    x, bias, residual = normal(3, num_rows, inputs), normal(4, width), normal(5, num_rows, width)
+    plain = x.double() @ gate.t() + bias.double()
+    tiles = Tiles(tiled_fp8(*gates), 8, width, torch.bfloat16, bias, is_float=True)
+    assert tiles.inputs == inputs
+    torch.testing.assert_close(products.product(x, tiles).double(), plain, **CLOSE)
+    torch.testing.assert_close(products.product(x, tiles, residual).double(), plain + residual.double(), **CLOSE)
+    both = tiled_fp8(*(interleaved(*each) for each in zip(gates, ups, strict=True)))
+    gated = products.product(x, Tiles(both, 8, width, torch.bfloat16, gated=True, is_float=True)).double()
+    torch.testing.assert_close(gated, silu(x.double() @ gate.t()) * (x.double() @ up.t()), **CLOSE)
+
+
+def test_every_code_of_fp8_is_its_value(products: Products) -> None:
+    check_codes(products)
+
+
+def test_every_code_of_fp8_is_its_value_in_vectors_of_any_width(narrow: ctypes.CDLL) -> None:
+    check_codes(Products(narrow))
+
+
+def check_codes(products: Products) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 < 127]
+    both = torch.stack((codes, codes.flip(0)), 1)
+    tiles = Tiles(tiled_fp8(both, torch.ones(len(codes), 1)), 8, len(codes), torch.bfloat16, is_float=True)
+    found = multiply(products.calls, torch.eye(2).bfloat16(), tiles, out=torch.empty(2, len(codes)))
+    assert torch.equal(found.t(), both.view(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

@@ -147,7 +147,12 @@ def test_the_largest_codes_and_inputs_do_not_overflow(
     codes = torch.full((width, inputs // BLOCK, BLOCK * code.bits // 8), byte, dtype=torch.uint8)
     scales = torch.ones(width, inputs // BLOCK).half()
     tiles = Tiles(
-        tiled_codes(codes, scales, scales * 0), code.bits, width, torch.float32, input_bits=input_bits, is_float=code.fp4
+        tiled_codes(codes, scales, scales * 0),
+        code.bits,
+        width,
+        torch.float32,
+        input_bits=input_bits,
+        is_float=code.fp4,
     )
     for sign in (1.0, -1.0):
         for num_rows in (1, 2, 3, 4, 9):
@@ -224,7 +229,9 @@ def test_what_does_not_fit_is_refused_by_name(calls: Immediate) -> None:
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
         (lambda: Tiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, input_bits=12), "input_bits must be 8 or 16, got 12"),
-        (lambda: Tiles(tiles.data, 8, 32, tiles.dtype, fp4=True), "codes of fp4 have 4 bits, got 8"),
+        (lambda: Tiles(tiles.data, 16, 32, tiles.dtype, is_float=True), "codes of floats have 4 or 8 bits, got 16"),
+        (lambda: Tiles(tiles.data, 8, 32, torch.float32, is_float=True), "products take bfloat16, not torch.float32"),
+        (lambda: look_up(calls, torch.arange(4), Tiles(tiles.data[0], 8, 32, tiles.dtype, is_float=True)), "FP8"),
         (lambda: multiply(calls, x, tiles, x[:, :32].clone(), x[:, :32]), "out: the result of a residual"),
         (lambda: multiply(calls, x, gates, None, torch.zeros(2, 16), silu), "out must be one of"),
         (lambda: multiply(calls, x, tiles, None, x[:, :31]), "out must have shape"),
