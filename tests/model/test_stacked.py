@@ -265,7 +265,7 @@ def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path, 
     opened = open_directory(coded)
     weights = kept_in(opened) if is_kept else opened.weights()
     model, oracle = load_model(opened.config, weights, torch.float32), load_oracle(plain)
-    assert is_kept == any(isinstance(each, Tiles) and each.fp4 for each in model.matrices())
+    assert is_kept == any(isinstance(each, Tiles) and each.is_float for each in model.matrices())
     asked = [prompt(length) for length in (5, 150)]
     for each, answer in zip(asked, greedy_texts(Runner(model, 40, 16), asked, 24), strict=True):
         assert len(set(answer)) > 4
@@ -279,7 +279,7 @@ def test_ranks_divide_experts_in_mxfp4_in_whole_blocks_and_draw_the_tokens_of_on
     expected = greedy_texts(Runner(whole, 40, 16), asked, 16)
     with thread_ranks(2, opened.config, kept_in(opened), torch.float32, 40) as ranks:
         inners = [
-            {each.inputs for each in own.matrices() if isinstance(each, Tiles) and each.fp4} for own in ranks.models
+            {each.inputs for each in own.matrices() if isinstance(each, Tiles) and each.is_float} for own in ranks.models
         ]
         assert greedy_texts(ranks, asked, 16) == expected
     assert inners == [{64}, {64, 96}], "the first has 2 of 5 blocks of 32; the hidden size is 64"
@@ -294,5 +294,5 @@ def test_the_bytes_that_experts_in_mxfp4_take_are_estimated_as_products_hold_the
         if ".experts." in name and name.endswith(".weight")
     }
     model = load_model(opened.config, kept_in(opened), torch.bfloat16)
-    held_bytes = sum(weight_bytes(each) for each in model.matrices() if isinstance(each, Tiles) and each.fp4)
+    held_bytes = sum(weight_bytes(each) for each in model.matrices() if isinstance(each, Tiles) and each.is_float)
     assert estimated_bytes(opened, experts, "mxfp4", "bfloat16") == held_bytes

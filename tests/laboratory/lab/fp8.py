@@ -45,7 +45,8 @@ def main(width: int = 4096, inputs: int = 4096) -> None:
     for num_rows in ROWS:
         x = torch.randn(num_rows, inputs).bfloat16()
         taken = [[microseconds(calls, each, x) for each in (bfloat16, fp8)] for _ in range(ROUNDS)]
-        sys.stdout.write(f"| {num_rows} | " + " | ".join(f"{median(each):,.0f}" for each in zip(*taken, strict=True)) + " |\n")
+        shown = " | ".join(f"{median(each):,.0f}" for each in zip(*taken, strict=True))
+        sys.stdout.write(f"| {num_rows} | {shown} |\n")
 
 
 if __name__ == "__main__":
