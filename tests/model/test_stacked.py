@@ -279,7 +279,8 @@ def test_ranks_divide_experts_in_mxfp4_in_whole_blocks_and_draw_the_tokens_of_on
     expected = greedy_texts(Runner(whole, 40, 16), asked, 16)
     with thread_ranks(2, opened.config, kept_in(opened), torch.float32, 40) as ranks:
         inners = [
-            {each.inputs for each in own.matrices() if isinstance(each, Tiles) and each.is_float} for own in ranks.models
+            {each.inputs for each in own.matrices() if isinstance(each, Tiles) and each.is_float}
+            for own in ranks.models
         ]
         assert greedy_texts(ranks, asked, 16) == expected
     assert inners == [{64}, {64, 96}], "the first has 2 of 5 blocks of 32; the hidden size is 64"
