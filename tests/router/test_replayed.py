@@ -24,6 +24,9 @@ async def test_answers_are_the_replayed_text(secret_file: Path) -> None:
         serving.cancel()
 
 
+MOST_TRIES = 5  # a process that was not scheduled for some steps takes them at once
+
+
 @pytest.mark.parametrize("api", Api)
 async def test_a_stream_of_each_api_reads_whole_answers_and_sees_their_first_text(secret_file: Path, api: Api) -> None:
     port, step_s = free_port("127.0.0.1"), 0.05
@@ -31,12 +34,18 @@ async def test_a_stream_of_each_api_reads_whole_answers_and_sees_their_first_tex
         workers = Replayed(MODEL, TOKENIZER.encode(ANSWER, add_special=False), max_num_seqs=8)
         serving = tasks.create_task(workers.serve(router.addresses.internal, secret_file, step_s))
         stream = open_stream(api, MODEL, router.addresses.public, f"127.0.0.1:{port}")
-        for max_tokens in (1, 8):
+        rests = []  # of answers, after their first text
+        for max_tokens in (1, *[8] * MOST_TRIES):
             began_s = (loop := asyncio.get_running_loop()).time()
             answer = await stream.ask("hello", max_tokens)
             took_s = loop.time() - began_s
             assert answer.num_messages >= max_tokens
-            assert 0 < answer.ttft_s <= took_s - max(0, max_tokens - 2) * step_s / 2
+            assert answer.ttft_s > 0
+            rests.append(took_s - answer.ttft_s)
+            if rests[-1] >= 6 * step_s / 2:
+                break
+        else:
+            pytest.fail(f"first texts came as late as the last ones: {rests}")
         await stream.close()
         serving.cancel()
 
