@@ -10,14 +10,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from pdserve.kernels import products
 from pdserve.kernels.checks import require, require_tensor
+from pdserve.kernels.coded import Coded
 from pdserve.kernels.device import experts as device_experts
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = products.DTYPES
 FEW_SLOTS, MANY_SLOTS = 16, 64  # of a block: few where most experts have no more
 BLOCK_WIDTH, BLOCK_INPUTS = 64, 64
 SUM_BLOCK = 1024
-INTERPRETED = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +58,50 @@ class Grouped:
 
 
 def grouped_product(
-    x: Tensor, weights: Tensor, bias: Tensor | None, rows: Tensor, of: Grouped, dtype: torch.dtype
+    x: Tensor, weights: Tensor | Coded, bias: Tensor | None, rows: Tensor, of: Grouped, dtype: torch.dtype
 ) -> Tensor:
     """Multiply each slot with its expert's matrix: [num_slots, width], of `dtype`.
 
-    x: [num_rows, inputs]; weights: [num_experts, width, inputs]; bias: [num_experts, width]; rows: int64 [num_slots]:
-    of x, one for each slot.
+    x: [num_rows, inputs]; weights: [num_experts, width, inputs], or one coded matrix [num_experts * width, inputs];
+    bias: [num_experts, width]; rows: int64 [num_slots]: of x, one for each slot.
     """
     require_tensor("x", x, (None, None), DTYPES)
-    require_tensor("weights", weights, (of.num_experts, None, x.shape[1]), (x.dtype,))
-    require(weights.is_contiguous(), "weights: must be contiguous")
-    width, inputs = weights.shape[1:]
+    inputs = x.shape[1]
+    if isinstance(weights, Coded):
+        fits = weights.inputs == inputs and weights.outputs % of.num_experts == 0
+        require(fits, f"weights: {weights.outputs} outputs, {weights.inputs} inputs do not fit {inputs} inputs")
+        width = weights.outputs // of.num_experts
+    else:
+        require_tensor("weights", weights, (of.num_experts, None, inputs), (x.dtype,))
+        require(weights.is_contiguous(), "weights: must be contiguous")
+        width = weights.shape[1]
     if bias is not None:
         require_tensor("bias", bias, (of.num_experts, width), (x.dtype,))
     out = torch.empty((len(rows), width), dtype=dtype, device=x.device)
-    biases = x if bias is None else bias
     if len(rows) > 0:
-        is_exact = x.dtype == torch.float32 or x.device == INTERPRETED
-        device_experts.grouped_product[len(of.experts), -(-width // BLOCK_WIDTH)](
-            x, weights, biases, out, rows, of.experts, of.begins, of.ends, of.num_experts, x.stride(0), out.stride(0),
-            WIDTH=width, INPUTS=inputs, HAS_BIAS=bias is not None, PRECISION="ieee" if is_exact else "native",
-            BLOCK_SLOTS=of.block_slots, BLOCK_WIDTH=BLOCK_WIDTH, BLOCK_INPUTS=BLOCK_INPUTS, num_warps=4,
-            num_stages=2 if is_exact else 4,
+        tile, given, constants = _given(x, weights, of.block_slots)
+        device_experts.grouped_product[len(of.experts), -(-width // tile.width)](
+            x, *given, x if bias is None else bias, out, rows, of.experts, of.begins, of.ends, of.num_experts,
+            x.stride(0), out.stride(0), WIDTH=width, HAS_BIAS=bias is not None, BLOCK_SLOTS=of.block_slots,
+            BLOCK_WIDTH=tile.width, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
         )  # fmt: skip
     return out
+
+
+Given = tuple[products.Tile, tuple[Tensor, Tensor, Tensor], dict[str, object]]
+
+
+def _given(x: Tensor, weights: Tensor | Coded, slots: int) -> Given:
+    """Return how a kernel is launched, its weights, scales and minimums, and what it is compiled for."""
+    is_exact = x.dtype == torch.float32
+    if isinstance(weights, Coded):
+        minimums, tile = weights.minimums, products.tile_of(slots, weights, is_exact=is_exact)
+        parts = weights.codes, weights.scales, weights.scales if minimums is None else minimums
+        return tile, parts, products.constants(products.Rows(x, x), weights)
+    return products.Tile(slots, BLOCK_WIDTH, 4, 2 if is_exact else 4), (weights, weights, weights), {
+        "INPUTS": x.shape[1], "KIND": "", "ZERO": 0, "UNIT": 1.0, "GROUP": 0, "X_GROUP": 0, "HAS_MINIMUMS": False,
+        "PRECISION": products.precision_of(x), "BLOCK_INPUTS": BLOCK_INPUTS,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

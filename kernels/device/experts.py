@@ -7,17 +7,21 @@ of one expert.
 import triton
 import triton.language as tl
 
+from pdserve.kernels.device.products import coded_sums
+
 
 @triton.jit
 def grouped_product(
-    x_ptr, weights_ptr, bias_ptr, out_ptr, rows_ptr, experts_ptr, begins_ptr, ends_ptr,
+    x_ptr, weights_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, rows_ptr, experts_ptr, begins_ptr, ends_ptr,
     num_experts, x_stride, out_stride,
-    WIDTH: tl.constexpr, INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    WIDTH: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of slots with some outputs of its expert's matrix [WIDTH, INPUTS].
 
-    rows: of x, one for each slot. Blocks past the last one have the expert `num_experts`.
+    rows: of x, one for each slot. Blocks past the last one have the expert `num_experts`. KIND: of codes, in one matrix
+    of all experts' outputs; "": weights are floats.
     """
     block = tl.program_id(0)
     expert = tl.load(experts_ptr + block).to(tl.int64)
@@ -27,19 +31,28 @@ def grouped_product(
         row = tl.load(rows_ptr + slot, in_block, other=0).to(tl.int64)
         output = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
         in_width = output < WIDTH
-        weights = weights_ptr + expert * WIDTH * INPUTS + output.to(tl.int64)[None, :] * INPUTS
-        sums = tl.zeros((BLOCK_SLOTS, BLOCK_WIDTH), tl.float32)
-        for first in range(0, INPUTS, BLOCK_INPUTS):
-            place = first + tl.arange(0, BLOCK_INPUTS)
-            inside = place < INPUTS
-            x = tl.load(
-                x_ptr + row[:, None] * x_stride + place[None, :], in_block[:, None] & inside[None, :], other=0.0
-            )
-            w = tl.load(weights + place[:, None], inside[:, None] & in_width[None, :], other=0.0)
-            if PRECISION == "ieee":
-                sums = tl.dot(x.to(tl.float32), w.to(tl.float32), sums, input_precision="ieee")
-            else:
-                sums = tl.dot(x, w, sums)
+        if KIND == "":
+            weights = weights_ptr + expert * WIDTH * INPUTS + output.to(tl.int64)[None, :] * INPUTS
+            sums = tl.zeros((BLOCK_SLOTS, BLOCK_WIDTH), tl.float32)
+            for first in range(0, INPUTS, BLOCK_INPUTS):
+                place = first + tl.arange(0, BLOCK_INPUTS)
+                inside = place < INPUTS
+                x = tl.load(
+                    x_ptr + row[:, None] * x_stride + place[None, :], in_block[:, None] & inside[None, :], other=0.0
+                )
+                w = tl.load(weights + place[:, None], inside[:, None] & in_width[None, :], other=0.0)
+                if PRECISION == "ieee":
+                    sums = tl.dot(x.to(tl.float32), w.to(tl.float32), sums, input_precision="ieee")
+                else:
+                    sums = tl.dot(x, w, sums)
+        else:
+            sums = coded_sums(
+                x_ptr + row[:, None] * x_stride, in_block, x_ptr, weights_ptr, scales_ptr, minimums_ptr,
+                (expert * WIDTH).to(tl.int32) + output, in_width, num_experts * WIDTH,
+                0, (INPUTS + BLOCK_INPUTS - 1) // BLOCK_INPUTS,
+                INPUTS, KIND, ZERO, UNIT, GROUP, X_GROUP, HAS_MINIMUMS, PRECISION, BLOCK_SLOTS, BLOCK_WIDTH,
+                BLOCK_INPUTS,
+            )  # fmt: skip
         if HAS_BIAS:
             sums += tl.load(bias_ptr + expert * WIDTH + output, in_width, other=0.0).to(tl.float32)[None, :]
         out = out_ptr + slot[:, None] * out_stride + output[None, :]

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels import experts, pageio, sample
+from pdserve.kernels import experts, pageio, products, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
+from pdserve.kernels.coded import BLOCK, Coded, Kind
 from pdserve.kernels.tuning import Device
 
 CHIPS = {
@@ -34,7 +36,7 @@ class Case:
 
 def cases() -> list[Case]:
     """List every kernel in its shipping forms."""
-    return [*attention_cases(), *page_cases(), *row_cases(), *expert_cases()]
+    return [*attention_cases(), *page_cases(), *row_cases(), *expert_cases(), *product_cases()]
 
 
 def attention_cases() -> list[Case]:
@@ -86,6 +88,31 @@ def expert_cases() -> list[Case]:
         Case("experts of 4096 rows", lambda chip: _experts(4096, torch.bfloat16), hot=True),
         Case("experts of 16 rows float32", lambda chip: _experts(16, torch.float32)),
     ]
+
+
+# Codes, inputs that share a scale (0: all), whether there are minimums, and how checkpoints come by them.
+CODED: tuple[tuple[Kind, int, bool, str], ...] = (
+    ("int4", 128, True, "AWQ"),
+    ("int4", 32, False, "Q4_0"),
+    ("int8", 0, False, "W8A8"),
+    ("fp4", 32, False, "MXFP4"),
+    ("fp8", 128, False, "FP8 blocks"),
+    ("fp8", 0, False, "FP8 outputs"),
+)
+
+
+def product_cases() -> list[Case]:
+    """List products with codes, of one row, 64 and 4096; with rounded inputs, where that is possible; of experts."""
+    found = []
+    for kind, group, minimums, name in CODED:
+        for num_rows in (1, 64, 4096):
+            run = partial(_product, _coded(kind, (8192, 8192), group, minimums=minimums), num_rows, torch.bfloat16)
+            found.append(Case(f"{name} of {num_rows} rows", run, hot=True))
+            if kind.endswith("8"):
+                found.append(Case(f"{name} of {num_rows} rows, rounded", partial(run, rounded=True), hot=True))
+    found += [Case(f"MXFP4 experts of {n} rows", partial(_coded_experts, n), hot=True) for n in (16, 4096)]
+    exact = partial(_product, _coded("int4", (8192, 8192), 128, minimums=True), 64, torch.float32)
+    return [*found, Case("AWQ of 64 rows float32", exact)]
 
 
 def prefill_of(spec: AttentionSpec) -> Callable[[Device], object]:
@@ -151,6 +178,30 @@ def _experts(num_rows: int, dtype: torch.dtype) -> Tensor:
     experts.grouped_product(x, weights, _empty(count, 2 * inner, dtype=dtype), of.rows, of, dtype)
     added = experts.Added(_empty(num_rows, hidden, dtype=dtype), _empty(num_rows, dtype=torch.float32))
     return experts.summed(_empty(num_rows * num_chosen, hidden, dtype=torch.float32), of, added, dtype)
+
+
+def _coded(kind: Kind, shape: tuple[int, int], group: int, *, minimums: bool = False) -> Coded:
+    (outputs, inputs), bits = shape, 4 if kind.endswith("4") else 8
+    group = group or inputs
+    scales = _empty(inputs // group, outputs, dtype=torch.float32 if kind == "fp8" else torch.float16)
+    codes = _empty(inputs // BLOCK, outputs, BLOCK * bits // 8, dtype=torch.uint8)
+    return Coded(kind, codes, scales, scales if minimums else None, inputs, group)
+
+
+def _product(weight: Coded, num_rows: int, dtype: torch.dtype, chip: Device, *, rounded: bool = False) -> object:
+    if rounded and not products.rounds_inputs(weight, chip):
+        return None
+    return products.product(_empty(num_rows, weight.inputs, dtype=dtype), weight, rounded=rounded, chip=chip)
+
+
+def _coded_experts(num_rows: int, chip: Device) -> Tensor:
+    """Multiply with GPT-OSS 120B's gates and ups."""
+    del chip
+    count, num_chosen, hidden, inner = 128, 4, 2880, 2880
+    chosen = _empty(num_rows, num_chosen, dtype=torch.int64)
+    of = experts.Grouped.of(_empty(num_rows, num_chosen, dtype=torch.float32), chosen, count)
+    weights, bias = _coded("fp4", (count * 2 * inner, hidden), BLOCK), _empty(count, 2 * inner)
+    return experts.grouped_product(_empty(num_rows, hidden), weights, bias, of.rows, of, torch.bfloat16)
 
 
 def _norm(width: int) -> Tensor:
