@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.kernels import products
 from pdserve.kernels.checks import require, require_tensor
-from pdserve.kernels.coded import Coded
+from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.device import experts as device_experts
 
 DTYPES = products.DTYPES
@@ -58,7 +58,7 @@ class Grouped:
 
 
 def grouped_product(
-    x: Tensor, weights: Tensor | Coded, bias: Tensor | None, rows: Tensor, of: Grouped, dtype: torch.dtype
+    x: Tensor, weights: Tensor | CodeBlocks, bias: Tensor | None, rows: Tensor, of: Grouped, dtype: torch.dtype
 ) -> Tensor:
     """Multiply each slot with its expert's matrix: [num_slots, width], of `dtype`.
 
@@ -67,7 +67,7 @@ def grouped_product(
     """
     require_tensor("x", x, (None, None), DTYPES)
     inputs = x.shape[1]
-    if isinstance(weights, Coded):
+    if isinstance(weights, CodeBlocks):
         fits = weights.inputs == inputs and weights.outputs % of.num_experts == 0
         require(fits, f"weights: {weights.outputs} outputs, {weights.inputs} inputs do not fit {inputs} inputs")
         width = weights.outputs // of.num_experts
@@ -91,10 +91,10 @@ def grouped_product(
 Given = tuple[products.Tile, tuple[Tensor, Tensor, Tensor], dict[str, object]]
 
 
-def _given(x: Tensor, weights: Tensor | Coded, slots: int) -> Given:
+def _given(x: Tensor, weights: Tensor | CodeBlocks, slots: int) -> Given:
     """Return how a kernel is launched, its weights, scales and minimums, and what it is compiled for."""
     is_exact = x.dtype == torch.float32
-    if isinstance(weights, Coded):
+    if isinstance(weights, CodeBlocks):
         minimums, tile = weights.minimums, products.tile_of(slots, weights, is_exact=is_exact)
         parts = weights.codes, weights.scales, weights.scales if minimums is None else minimums
         return tile, parts, products.constants(products.Rows(x, x), weights)

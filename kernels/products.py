@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
-from pdserve.kernels.coded import BLOCK, ZEROS, Coded
+from pdserve.kernels.code_blocks import BLOCK, ZEROS, CodeBlocks
 from pdserve.kernels.device import products as device_products
 from pdserve.kernels.pageio import power_of_two
 from pdserve.kernels.tuning import Device, device_of
@@ -21,7 +21,7 @@ UNITS = {"int4": 1.0, "int8": 1.0, "fp4": 2.0**15, "fp8": 2.0**8}  # of the valu
 FEW_ROWS = 16  # of a block
 MOST_INPUTS = 128  # of a block
 MAX_SPLITS, MIN_INPUTS = 8, 512  # parts of the inputs, and inputs in each
-PROGRAMS_PER_SM = 2  # that splitting aims at
+PROGRAMS_PER_SM = 4  # that splitting aims at
 SUM_BLOCK = 1024
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -47,7 +47,7 @@ class Rows:
 
 
 def product(
-    x: Tensor, weight: Coded, finish: Finish = PLAINLY, *, rounded: bool = False, chip: Device | None = None
+    x: Tensor, weight: CodeBlocks, finish: Finish = PLAINLY, *, rounded: bool = False, chip: Device | None = None
 ) -> Tensor:
     """Multiply rows with a matrix: [num_rows, outputs] of x's dtype.
 
@@ -85,14 +85,14 @@ def product(
     return out
 
 
-def rounds_inputs(weight: Coded, chip: Device) -> bool:
+def rounds_inputs(weight: CodeBlocks, chip: Device) -> bool:
     """Say whether the chip multiplies the matrix with inputs of 8 bits."""
     if weight.kind == "fp8":
         return chip.capability >= (8, 9)
     return weight.kind == "int8" and weight.minimums is None
 
 
-def coded_rows(x: Tensor, weight: Coded) -> Rows:
+def coded_rows(x: Tensor, weight: CodeBlocks) -> Rows:
     """Round rows to the kind of a matrix: with a scale for each row, or for each group of a matrix of floats."""
     num_rows, inputs = x.shape
     dtype = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
@@ -117,35 +117,33 @@ class Tile:
     num_stages: int
 
 
-def tile_of(num_rows: int, weight: Coded, *, is_exact: bool) -> Tile:
+def tile_of(num_rows: int, weight: CodeBlocks, *, is_exact: bool) -> Tile:
     """Return the tile for so many rows. is_exact: of float32, which is served for exactness, not speed.
 
-    Chosen from the compiler's reports: no spills, and with few rows some 12 KiB of codes on their way to each program.
+    Chosen from the compiler's reports: no spills, and with few rows 7 to 24 KiB of codes on their way to each program.
     """
     if is_exact:
         return Tile(FEW_ROWS, 64, 4, 2)
     if num_rows > 64:
         return Tile(128, 128, 8, 3)
     rows = max(FEW_ROWS, power_of_two(num_rows))
-    if block_inputs(weight) == BLOCK:
-        return Tile(rows, 128, 8 if rows == 64 else 4, 8 if weight.bits == 4 else 5)
-    return Tile(rows, 64, 4, 4)
+    return Tile(rows, 64, 4, 8 if block_inputs(weight) == BLOCK else 4)
 
 
-def num_splits(num_rows: int, weight: Coded, tile: Tile, chip: Device) -> int:
+def num_splits(num_rows: int, weight: CodeBlocks, tile: Tile, chip: Device) -> int:
     """Return how many parts the inputs are divided in, so that few rows and outputs fill the chip, too."""
     programs = -(-num_rows // tile.rows) * -(-weight.outputs // tile.width)
     return max(1, min(MAX_SPLITS, weight.inputs // MIN_INPUTS, PROGRAMS_PER_SM * chip.num_sms // programs))
 
 
-def block_inputs(weight: Coded, most: int = MOST_INPUTS) -> int:
+def block_inputs(weight: CodeBlocks, most: int = MOST_INPUTS) -> int:
     """Return the inputs of a block: a power of two that divides a group, so that a block has one scale."""
     if weight.group >= weight.inputs:
         return min(most, max(BLOCK, power_of_two(weight.inputs)))
     return min(most, weight.group & -weight.group)
 
 
-def constants(rows: Rows, weight: Coded) -> dict[str, object]:
+def constants(rows: Rows, weight: CodeBlocks) -> dict[str, object]:
     """Return what a kernel is compiled for, of a matrix and its inputs."""
     is_e4m3 = rows.data.dtype == torch.float8_e4m3fn
     is_exact = rows.data.dtype == torch.float32 and rows.data.device != INTERPRETED

@@ -1,7 +1,7 @@
 """Products with matrices of codes: codes become floats in registers, and sums of a group's inputs take its scale.
 
 A code of floats becomes the float16 with the same bits at the same end: exact, but for a power of two (`UNIT`), on
-chips without floats of 8 bits, too. Codes are in the order that `kernels.coded.Coded` describes.
+chips without floats of 8 bits, too. Codes are in the order that `kernels.code_blocks.CodeBlocks` describes.
 """
 
 import triton

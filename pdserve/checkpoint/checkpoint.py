@@ -37,7 +37,8 @@ ChosenQuantization = Literal["none", "int8", "int4"] | FileCodes  # floats, roun
 PART_BYTES = 2**25  # hashed by one thread at a time
 READ_BYTES = 2**20  # fits a core's cache
 MAX_THREADS = 8
-QUANTIZED_DTYPES = ("bfloat16", "float32")  # of the inputs of quantized products
+QUANTIZED_DTYPES = ("bfloat16", "float32")  # of the inputs of quantized products, on a CPU
+DTYPES_OF_GPU = ("bfloat16", "float16", "float32")
 BITS = {"int8": 8, "int4": 4}
 VOCABULARY_BITS = 8  # of embedding and head, at least: rounding them to 4 bits costs the most and gains the least
 UNROUNDED = (
@@ -214,18 +215,16 @@ def tokenizer_archive(checkpoint: Checkpoint) -> bytes:
 def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str, device: Device) -> ChosenQuantization:
     """Return the form of a model's matrices; ConfigError if the one asked for is not possible.
 
-    auto keeps the codes of a file if inputs are bfloat16: who asks for float32 wants exact products.
+    auto keeps the codes of a file unless inputs are float32: who asks for that wants exact products.
     """
-    on_gpu = device in ("cuda", "interpreter")
+    served = DTYPES_OF_GPU if device in ("cuda", "interpreter") else QUANTIZED_DTYPES
     if asked == "auto":
-        keeps = dtype == "bfloat16" and not on_gpu
+        keeps = dtype in served and dtype != "float32"
         return checkpoint.coded_as if keeps and checkpoint.coded_as is not None else "none"
     if asked == "none":
         return "none"
-    if on_gpu:
-        raise ConfigError(f"quantization: {asked} is for CPUs, device is {device}")
-    if dtype not in QUANTIZED_DTYPES:
-        raise ConfigError(f"quantization: {asked} goes with dtype {' or '.join(QUANTIZED_DTYPES)}, not {dtype}")
+    if dtype not in served:
+        raise ConfigError(f"quantization: {asked} goes with dtype {' or '.join(served)}, not {dtype}")
     if asked in get_args(FileCodes) and asked != checkpoint.coded_as:
         raise ConfigError(f"quantization: {asked}: {checkpoint.path} has no weights in such codes")
     return asked

@@ -117,7 +117,7 @@ class Tensors:
         del shape  # has been compared by whoever gave us the weights
         taken = self._take(name, shard, plus, torch.float32 if exact else self.dtype)
         if isinstance(taken, Groups | Fp8):
-            return Quantized(taken, self.dtype).dense().data.to(self.device)
+            return Quantized(taken, self.dtype, None, self.device).dense().data
         return taken
 
     def take_matrix(
@@ -129,7 +129,7 @@ class Tensors:
         if by_columns and shard is not None and shard.rank > 0:
             added = None
         weight = self._take(f"{name}.weight", shard)
-        return Dense(weight, added) if isinstance(weight, Tensor) else Quantized(weight, self.dtype, added)
+        return Dense(weight, added) if isinstance(weight, Tensor) else Quantized(weight, self.dtype, added, self.device)
 
     def group(self, name: str) -> int:
         stored = self._left[f"{name}.weight"]

@@ -102,11 +102,11 @@ def _adds_nothing(name: str, stored: Stored) -> bool:
 
 
 def ops_for(device: torch.device, input_bits: int, *, with_experts: bool = False) -> DeviceOps:
-    """Return the operations of a device for one model. input_bits: of the inputs of quantized products on a CPU."""
+    """Return the operations of a device for one model. input_bits: of the inputs of quantized products."""
     if device.type == "cuda":
         from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
 
-        return CudaOps()
+        return CudaOps(input_bits)
     loaded = library()
     return TorchOps() if isinstance(loaded, Missing) else CpuOps(loaded, input_bits, with_experts=with_experts)
 

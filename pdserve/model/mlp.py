@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.cpu.experts import Router, SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Activation as CompiledActivation
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
+from pdserve.model.device_codes import joined_blocks
 from pdserve.model.family import TensorSource
 from pdserve.model.ops import (
     Dense,
@@ -205,7 +207,11 @@ class Experts:
         bias = tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None
         made = (GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts))
         if ops.stacks_experts:
-            return CompiledExperts(_stacked(router, bias, of, made), shared)
+            try:
+                stack = _stacked(router, bias, of, made)
+            except ValueError as error:
+                raise ConfigError(f"{prefix}experts: {error}") from error
+            return CompiledExperts(stack, shared)
         first = next(made)
         if not of.weighs_inputs and isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
             rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
@@ -282,11 +288,15 @@ def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> 
 
 
 def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Iterable[GatedMlp]) -> ExpertStack:
-    """Put experts together; each is given up once it is copied."""
+    """Put experts together; each of floats is given up once it is copied. ValueError if some have codes, some none."""
     gate_up = down = None
     for place, mlp in enumerate(mlps):
-        assert isinstance(mlp.gate_up, Dense)
-        assert isinstance(mlp.down, Dense)
+        if isinstance(mlp.gate_up, CodeBlocks) and place == 0:
+            pairs = [(each.gate_up, each.down) for each in (mlp, *mlps)]
+            both = (joined_blocks(column) for column in zip(*pairs, strict=True))
+            return ExpertStack(router, of.routing, bias, next(both), of.expert.activation, next(both))
+        if not isinstance(mlp.gate_up, Dense) or not isinstance(mlp.down, Dense):
+            raise ValueError("some have codes, and some have none")
         if gate_up is None or down is None:
             gate_up, down = (_room(of.num_experts, each) for each in (mlp.gate_up, mlp.down))
         for stack, each in ((gate_up, mlp.gate_up), (down, mlp.down)):
@@ -304,14 +314,13 @@ def _room(count: int, like: Dense) -> Dense:
 
 
 def _matrices(of: Mixture) -> Iterator[Linear]:
-    """Yield the two matrices of each expert."""
+    """Yield the matrices of all experts."""
     match of:
         case TiledExperts():
             for place in range(len(of.router.weight)):
                 yield from (of.gate_up.of_expert(place), of.down.of_expert(place))
         case ExpertStack():
-            for each in (*of.gate_up.data, *of.down.data):
-                yield Dense(each)
+            yield from (of.gate_up, of.down)
 
 
 def _down(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:

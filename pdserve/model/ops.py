@@ -3,7 +3,7 @@
 The type of a weight decides which product a linear takes, so a model's file names neither devices nor precisions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import onednn
@@ -20,6 +21,8 @@ from pdserve.model.fp8 import Coded, joined_coded
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.parallel import RowParallel, VocabParallel
 from pdserve.model.routing import routed
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,14 @@ class Quantized:
     coded: Coded
     dtype: torch.dtype  # of inputs and results
     bias: Tensor | None = None
+    device: torch.device = HOST  # of inputs and results; what is loaded lies on the host
 
     def dense(self) -> Dense:
-        return Dense(torch.from_numpy(self.coded.values()).to(self.dtype), self.bias)
+        return Dense(torch.from_numpy(self.coded.values()).to(self.device, self.dtype), self.bias)
 
 
 Matrix = Dense | Quantized  # as it is loaded
-Linear = Matrix | Packed | Tiles | RowParallel | VocabParallel
+Linear = Matrix | Packed | Tiles | CodeBlocks | RowParallel | VocabParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +93,9 @@ class ExpertStack:
     router: Dense  # [num_experts, hidden_size]
     routing: Routing
     ranks_bias: Tensor | None  # see `Routing`
-    gate_up: Dense  # [num_experts, 2 * inner_size, hidden_size]; its bias: [num_experts, 2 * inner_size]
+    gate_up: Dense | CodeBlocks  # [num_experts, 2 * inner_size, hidden_size]; its bias: [num_experts, 2 * inner_size]
     activation: Activation
-    down: Dense  # [num_experts, hidden_size, inner_size]
+    down: Dense | CodeBlocks  # [num_experts, hidden_size, inner_size]; of codes, experts' outputs follow each other
 
 
 Norm = RmsNorm | LayerNorm
@@ -314,6 +318,8 @@ def weight_bytes(weight: Held) -> int:
             return weight_bytes(gate) + weight_bytes(up)
         case Quantized(coded):
             return coded.nbytes
+        case CodeBlocks():
+            return weight.nbytes
         case RowParallel(held) | VocabParallel(held):
             return weight_bytes(held)
         case _:
@@ -329,7 +335,7 @@ def rows_of(weight: Matrix, rows: slice | Tensor) -> Matrix:
     bias = None if weight.bias is None else weight.bias[rows].contiguous()
     if isinstance(weight, Quantized):
         coded = weight.coded.of_outputs(rows if isinstance(rows, slice) else rows.numpy())
-        return Quantized(coded, weight.dtype, bias)
+        return replace(weight, coded=coded, bias=bias)
     return Dense(weight.data[rows].contiguous(), bias)
 
 
@@ -342,7 +348,7 @@ def joined(*weights: Matrix) -> Matrix:
     coded = [weight.coded for weight in weights if isinstance(weight, Quantized)]
     whole = joined_coded(*coded) if len(coded) == len(weights) else None
     if whole is not None and isinstance(weights[0], Quantized):
-        return Quantized(whole, weights[0].dtype, bias)
+        return replace(weights[0], coded=whole, bias=bias)
     return Dense(torch.cat([decoded(weight).data for weight in weights]), bias)
 
 

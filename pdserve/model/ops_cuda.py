@@ -4,11 +4,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.cpu.experts import SharedRows
+from pdserve.kernels.cpu.layers import INPUT_BITS
 from pdserve.kernels.experts import Added, Grouped, grouped_product, summed
 from pdserve.kernels.pageio import rms_norm, silu_mul
+from pdserve.kernels.products import Finish, product, rounds_inputs
+from pdserve.kernels.tuning import device_of
 from pdserve.model.activations import MlpActivation, activate, bent_times
 from pdserve.model.design import Activation, Routing
+from pdserve.model.device_codes import code_blocks
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.ops import (
     Dense,
@@ -19,6 +24,7 @@ from pdserve.model.ops import (
     Matrix,
     Mixture,
     Norm,
+    Quantized,
     RmsNorm,
     capped,
     decoded,
@@ -34,11 +40,15 @@ class CudaOps:
 
     stacks_experts = True
 
+    def __init__(self, input_bits: int = INPUT_BITS) -> None:
+        """Set up for one model. input_bits: 8: products that a chip has with inputs of 8 bits take such; 16."""
+        self._input_bits = input_bits
+
     def held(self, weight: Matrix) -> Linear:
-        return decoded(weight)
+        return code_blocks(weight.groups, weight.device, weight.bias) if isinstance(weight, Quantized) else weight
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
-        return joined(decoded(gate), decoded(up))
+        return self.held(joined(gate, up))
 
     def held_heads(self, weight: Tensor) -> HeadLinear:
         return HeadDense(weight)
@@ -64,6 +74,8 @@ class CudaOps:
         return residual.add_(self.norm(x, norm))
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        if isinstance(weight, CodeBlocks):
+            return product(x, weight, rounded=self._rounds(x, weight))
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
@@ -78,6 +90,8 @@ class CudaOps:
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Add the products to the residual before rounding."""
+        if isinstance(weight, CodeBlocks):
+            return product(x, weight, Finish(residual, scale), rounded=self._rounds(x, weight))
         matrix = dense(weight)
         total = residual.addmm_(x, matrix.data.t(), alpha=scale)
         return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
@@ -96,10 +110,10 @@ class CudaOps:
             raise TypeError("tiles are multiplied on CPUs alone")
         shares, chosen = self.route(x, experts.router, experts.ranks_bias, experts.routing)
         of = Grouped.of(shares, chosen, len(experts.router.data))
-        both = grouped_product(x, experts.gate_up.data, experts.gate_up.bias, of.rows, of, x.dtype)
+        both = _grouped(x, experts.gate_up, of.rows, of, x.dtype)
         inner = _bent(both, experts.activation)
         slots = torch.arange(len(inner), device=x.device)
-        made = grouped_product(inner, experts.down.data, experts.down.bias, slots, of, torch.float32)
+        made = _grouped(inner, experts.down, slots, of, torch.float32)
         if shared is None:
             return summed(made, of, Added(residual=residual), x.dtype, scale)
         gates = None if shared.gate is None else functional.linear(x.float(), shared.gate.float()).flatten()
@@ -112,6 +126,14 @@ class CudaOps:
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return activate(self.linear(x, weight), activation)
+
+    def _rounds(self, x: Tensor, weight: CodeBlocks) -> bool:
+        return self._input_bits == 8 and rounds_inputs(weight, device_of(str(x.device)))
+
+
+def _grouped(x: Tensor, matrix: Dense | CodeBlocks, rows: Tensor, of: Grouped, dtype: torch.dtype) -> Tensor:
+    bias = None if matrix.bias is None else matrix.bias.view(of.num_experts, -1)
+    return grouped_product(x, matrix if isinstance(matrix, CodeBlocks) else matrix.data, bias, rows, of, dtype)
 
 
 def _bent(both: Tensor, activation: Activation) -> Tensor:

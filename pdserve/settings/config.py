@@ -186,13 +186,14 @@ class WorkerConfig(ServingConfig):
     quantization: Quantization = Field(
         "auto",
         description="Form of the weights, the same for all workers. auto keeps the codes of a file where dtype is "
-        "bfloat16 on a CPU. none: floats. awq, compressed-tensors, gguf, gptq: as the file has them. int8, int4: "
+        "bfloat16, or on a GPU float16. none: floats. awq, compressed-tensors, gguf, gptq: as the file has them. int8, int4: "
         "rounded to so many bits when read.",
     )
     quantized_inputs: QuantizedInputs = Field(
         16,
-        description="Bits of the inputs of quantized products on a CPU, the same for all workers. 16 gives the answers "
-        "of the dequantized weights; 8 takes less time where many tokens are computed at once.",
+        description="Bits of the inputs of quantized products, the same for all workers. 16 gives the answers of the "
+        "dequantized weights; 8 takes less time on a CPU where many tokens are computed at once, and on a GPU is for "
+        "weights of 8 bits.",
     )
     shared_weights_dir: Path | None = Field(
         None,

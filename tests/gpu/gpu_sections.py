@@ -3,6 +3,7 @@
 import gpu_apart
 import gpu_attention
 import gpu_checks
+import gpu_coded
 import gpu_compile
 import gpu_engine
 import gpu_handoff
@@ -25,6 +26,7 @@ _ALL = (
     Section("prefill", 50, gpu_attention.prefill),
     Section("decode", 40, gpu_attention.decode),
     Section("sampler", 20, gpu_sampler.cases),
+    Section("coded", 40, gpu_coded.cases),
     Section("steps", 40, gpu_steps.cases),
     Section("end_to_end", 70, gpu_throughput.end_to_end),
     Section("handoff", 60, gpu_handoff.nixl),

@@ -8,7 +8,7 @@ import torch
 from coded_matrices import coded_matrix
 from torch import Tensor
 
-from pdserve.kernels.coded import Coded, Kind
+from pdserve.kernels.code_blocks import CodeBlocks, Kind
 from pdserve.kernels.experts import Grouped, grouped_product
 from pdserve.kernels.products import Finish, coded_rows, num_splits, product, rounds_inputs, tile_of
 from pdserve.kernels.tuning import INTERPRETER, Device
@@ -157,7 +157,7 @@ def test_coded_tensors_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^scales must have shape \[2, 16\]"):
         replace(weight, scales=weight.scales[:1])
     with pytest.raises(ValueError, match=r"^group must be all inputs or whole blocks, got 16"):
-        Coded("int4", weight.codes, torch.ones(4, 16), None, 64, 16)
+        CodeBlocks("int4", weight.codes, torch.ones(4, 16), None, 64, 16)
     of = Grouped.of(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64), 3)
     with pytest.raises(ValueError, match=r"^weights: 16 outputs, 64 inputs do not fit"):
         grouped_product(torch.zeros(2, 64), weight, None, of.rows, of, torch.float32)

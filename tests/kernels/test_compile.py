@@ -17,11 +17,11 @@ from pdserve.kernels.tuning import Device, decode_tile, prefill_tile
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6, 8.9 and 12.x take the same tiles
-ROWS = "rope and write|digest|rms norm|silu|sample|count|experts of 16 rows$"
+ROWS = "rope and write|digest|rms norm|silu|sample|count|experts of 16 rows$|AWQ of (1|4096) rows$"
 WANTED = {  # one of each kernel; the report has all
     80: f"(prefill|decode) d128$|{ROWS}",
-    90: f"d128$|d128 16-slot|window$|float32|{ROWS}",
-    100: "(prefill|decode) d128$|rope and write|sample|experts of 4096",
+    90: f"d128$|d128 16-slot|window$|float32|{ROWS}|(FP8 blocks|W8A8) of 64 rows|MXFP4 of 64 rows",
+    100: "(prefill|decode) d128$|rope and write|sample|experts of 4096|FP8 blocks of 4096 rows",
 }
 PROGRAM = """
 import json, re, sys

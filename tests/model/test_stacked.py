@@ -1,7 +1,5 @@
 """Experts that a checkpoint holds in a few tensors are read one by one, as matrices of their own."""
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +7,14 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 from held_weights import held
-from model_zoo import first_disagreement, load_oracle, prompt, write_model
-from safetensors.torch import load_file, save_file
+from model_zoo import first_disagreement, load_oracle, prompt
+from published_formats import write_in_mxfp4
 from thread_ranks import thread_ranks
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import weight_bytes as estimated_bytes
 from pdserve.kernels.cpu.layers import Tiles
@@ -229,27 +227,6 @@ def test_broken_mxfp4_is_named() -> None:
         weights[f"{EXPERTS}.1.up_proj.weight"].read(())
     with pytest.raises(ConfigError, match="gate_up_proj_blocks: 8 inputs are not whole blocks of 32"):
         apart(held({**of_gpt_oss(), **coded}), GPT_OSS)
-
-
-def write_in_mxfp4(folder: Path, **shape: int) -> tuple[Path, Path]:
-    """Write a model with the values of random codes, and the same with the codes themselves."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415 - its room is large
-
-    plain = write_model("gpt-oss", folder / "decoded", **shape)
-    coded = Path(shutil.copytree(plain, folder / "coded"))
-    weights, draw = load_file(plain / SINGLE_FILE), torch.Generator().manual_seed(2)
-    published = dict(weights)
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        count, inputs, outputs = published.pop(name).shape
-        codes = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
-        scales = torch.randint(122, 127, (count, outputs, inputs // 32), generator=draw, dtype=torch.uint8)
-        weights[name] = convert_moe_packed_tensors(codes, scales, dtype=torch.float32).contiguous()
-        published |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-    save_file(weights, plain / SINGLE_FILE, metadata={"format": "pt"})
-    save_file(published, coded / SINGLE_FILE, metadata={"format": "pt"})
-    config = json.loads((coded / "config.json").read_text())
-    (coded / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
-    return plain, coded
 
 
 def kept_in(opened: Checkpoint) -> Weights:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels import experts, pageio, products, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
-from pdserve.kernels.coded import BLOCK, Coded, Kind
+from pdserve.kernels.code_blocks import BLOCK, CodeBlocks, Kind
 from pdserve.kernels.tuning import Device
 
 CHIPS = {
@@ -180,15 +180,15 @@ def _experts(num_rows: int, dtype: torch.dtype) -> Tensor:
     return experts.summed(_empty(num_rows * num_chosen, hidden, dtype=torch.float32), of, added, dtype)
 
 
-def _coded(kind: Kind, shape: tuple[int, int], group: int, *, minimums: bool = False) -> Coded:
+def _coded(kind: Kind, shape: tuple[int, int], group: int, *, minimums: bool = False) -> CodeBlocks:
     (outputs, inputs), bits = shape, 4 if kind.endswith("4") else 8
     group = group or inputs
     scales = _empty(inputs // group, outputs, dtype=torch.float32 if kind == "fp8" else torch.float16)
     codes = _empty(inputs // BLOCK, outputs, BLOCK * bits // 8, dtype=torch.uint8)
-    return Coded(kind, codes, scales, scales if minimums else None, inputs, group)
+    return CodeBlocks(kind, codes, scales, scales if minimums else None, inputs, group)
 
 
-def _product(weight: Coded, num_rows: int, dtype: torch.dtype, chip: Device, *, rounded: bool = False) -> object:
+def _product(weight: CodeBlocks, num_rows: int, dtype: torch.dtype, chip: Device, *, rounded: bool = False) -> object:
     if rounded and not products.rounds_inputs(weight, chip):
         return None
     return products.product(_empty(num_rows, weight.inputs, dtype=dtype), weight, rounded=rounded, chip=chip)

@@ -15,7 +15,7 @@ Kind = Literal["int4", "int8", "fp4", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodeBlocks:
     """A matrix [outputs, inputs] of codes.
 
     A weight is scale * (code - ZEROS[kind]), or minimum + scale * code where there are minimums. Of floats (MXFP4's
