@@ -186,8 +186,8 @@ class WorkerConfig(ServingConfig):
     quantization: Quantization = Field(
         "auto",
         description="Form of the weights, the same for all workers. auto keeps the codes of a file where dtype is "
-        "bfloat16, or on a GPU float16. none: floats. awq, compressed-tensors, gguf, gptq: as the file has them. int8, int4: "
-        "rounded to so many bits when read.",
+        "bfloat16, or on a GPU float16. none: floats. awq, compressed-tensors, gguf, gptq: as the file has them. "
+        "int8, int4: rounded to so many bits when read.",
     )
     quantized_inputs: QuantizedInputs = Field(
         16,
