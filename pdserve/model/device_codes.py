@@ -8,14 +8,28 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.code_blocks import ZEROS, CodeBlocks, Kind
+from pdserve.model.fp8 import SEGMENT, Coded, Fp8
 from pdserve.model.groups import Floats, Groups, Halves
 from pdserve.model.weights import GROUP
 
 RUNS = (4, 2)  # scales in a row that may be one, beside all of an output's: of 128 and 64 inputs
 
 
-def code_blocks(groups: Groups, device: torch.device, bias: Tensor | None = None) -> CodeBlocks:
+def code_blocks(coded: Coded, device: torch.device, bias: Tensor | None = None) -> CodeBlocks:
     """Put a matrix on a device, with each scale once, and with minimums only where they are not those of ZEROS."""
+    return _fp8(coded, device, bias) if isinstance(coded, Fp8) else _integers(coded, device, bias)
+
+
+def _fp8(matrix: Fp8, device: torch.device, bias: Tensor | None) -> CodeBlocks:
+    (outputs, inputs), scales = matrix.shape, matrix.scales
+    whole = scales.shape[1] == 1 or _repeats(scales.shape[1], scales)
+    filled = np.pad(matrix.codes, ((0, 0), (0, -inputs % GROUP))).reshape(outputs, -1, GROUP)
+    scales = scales[:, :1] if whole else scales
+    group = inputs if whole else SEGMENT
+    return CodeBlocks("fp8", _on(device, filled), _on(device, scales), None, inputs, group, bias)
+
+
+def _integers(groups: Groups, device: torch.device, bias: Tensor | None) -> CodeBlocks:
     kind: Kind = "fp4" if groups.fp4 else "int4" if groups.bits == 4 else "int8"
     scales, minimums = groups.scales, groups.minimums
     lows = None if kind == "fp4" or np.array_equal(minimums, _around_zero(kind, scales)) else minimums
@@ -48,8 +62,9 @@ def _finer(matrix: CodeBlocks, group: int, *, has_minimums: bool) -> CodeBlocks:
     if has_minimums and minimums is None:
         minimums = scales * -ZEROS[matrix.kind]
     if matrix.group > group:
-        scales = scales.repeat_interleave(matrix.group // group, 0)
-        minimums = None if minimums is None else minimums.repeat_interleave(matrix.group // group, 0)
+        times = -(-matrix.group // group)  # all inputs need not be a multiple
+        scales = scales.repeat_interleave(times, 0)
+        minimums = None if minimums is None else minimums.repeat_interleave(times, 0)
     return replace(matrix, scales=scales, minimums=minimums, group=group)
 
 

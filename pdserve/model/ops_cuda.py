@@ -45,7 +45,7 @@ class CudaOps:
         self._input_bits = input_bits
 
     def held(self, weight: Matrix) -> Linear:
-        return code_blocks(weight.groups, weight.device, weight.bias) if isinstance(weight, Quantized) else weight
+        return code_blocks(weight.coded, weight.device, weight.bias) if isinstance(weight, Quantized) else weight
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         return self.held(joined(gate, up))

@@ -21,6 +21,7 @@ from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.model.decoder import Decoder
 from pdserve.model.device_codes import code_blocks, joined_blocks
 from pdserve.model.family import Tensors
+from pdserve.model.fp8 import Fp8
 from pdserve.model.groups import Groups, quantized
 from pdserve.model.loading import needed_weights
 from pdserve.model.mlp import CompiledExperts
@@ -53,12 +54,14 @@ def texts_in_torch(model: Decoder) -> list[list[int]]:
         ("words", "int4", False),
         pytest.param("gptq, 8 bits", "int8", True, marks=pytest.mark.long),
         ("int8", "int8", False),
+        pytest.param("fp8 of outputs", "fp8", False, marks=pytest.mark.long),
+        ("fp8 of large blocks", "fp8", False),
     ],
 )
 def test_a_model_of_codes_draws_the_tokens_of_its_weights(
     case: str, kind: str, tmp_path: Path, *, has_minimums: bool
 ) -> None:
-    plain = write_model("llama3", tmp_path / "plain", num_hidden_layers=1)
+    plain = write_model("llama3", tmp_path / "plain", num_hidden_layers=1, intermediate_size=160)
     published(case, plain, tmp_path / "coded")
     checkpoint = open_directory(tmp_path / "coded")
     form = choose_quantization("auto", checkpoint, "bfloat16", "cuda")
@@ -110,6 +113,20 @@ def test_inputs_of_8_bits_are_taken_where_they_are_asked_for_and_there(monkeypat
             CudaOps(input_bits).linear(x, weight)
             CudaOps(input_bits).linear_add(x, weight, x)
     assert rounded == [True, True, False, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("inputs", [100, 128, 300])
+def test_fp8_is_held_with_scales_of_segments_or_one_of_each_output(inputs: int) -> None:
+    draw = np.random.default_rng(inputs)
+    codes = draw.integers(0, 127, (24, inputs), np.uint8)
+    segments = draw.random((24, -(-inputs // 128)), np.float32)
+    x = torch.randn((3, inputs), generator=torch.Generator().manual_seed(inputs))
+    for scales in (segments, segments[:, :1], np.repeat(segments[:, :1], segments.shape[1], 1)):
+        matrix = Fp8(codes, scales)
+        held = code_blocks(matrix, CPU)
+        assert held.group == (128 if scales is segments and inputs > 128 else inputs)
+        expected = x.double() @ torch.from_numpy(matrix.values()).double().t()
+        torch.testing.assert_close(products.product(x, held).double(), expected, rtol=1e-5, atol=1e-2)
 
 
 def wide(groups: Groups) -> torch.Tensor:
