@@ -29,6 +29,7 @@ class CodeBlocks:
     inputs: int  # the last block may be filled up, with zeros
     group: int  # inputs that share a scale: a multiple of BLOCK, or all
     bias: Tensor | None = None  # [outputs]
+    order: Tensor | None = None  # int64 [inputs]: of whose inputs the codes are; None: in their order
 
     def __post_init__(self) -> None:
         num_blocks, outputs, groups = -(-self.inputs // BLOCK), self.codes.shape[1], -(-self.inputs // self.group)

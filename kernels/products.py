@@ -64,6 +64,7 @@ def product(
     out = x.new_empty((num_rows, width)) if residual is None else residual
     if num_rows == 0:
         return out
+    x = x if weight.order is None else x.index_select(1, weight.order)
     rows = coded_rows(x, weight) if rounded else Rows(x, x)
     tile = tile_of(num_rows, weight, is_exact=x.dtype == torch.float32)
     splits = num_splits(num_rows, weight, tile, chip)

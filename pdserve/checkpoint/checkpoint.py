@@ -166,6 +166,7 @@ class Checkpoint:
     template_files: Mapping[str, Path] = field(default_factory=dict)  # by the templates' names; others are in `path`
     tool_template: str | None = None  # the source of the chat template for conversations with tools; None: the same
     embedding: Embedding = GENERATING  # how it makes vectors of texts
+    coded_in_order: bool = True  # whether coded matrices have their inputs in the order of their groups
 
     @cached_property
     def fingerprint(self) -> str:
@@ -217,16 +218,19 @@ def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str,
 
     auto keeps the codes of a file unless inputs are float32: who asks for that wants exact products.
     """
-    served = DTYPES_OF_GPU if device in ("cuda", "interpreter") else QUANTIZED_DTYPES
+    on_gpu = device in ("cuda", "interpreter")
+    served = DTYPES_OF_GPU if on_gpu else QUANTIZED_DTYPES
+    takes_order = checkpoint.coded_in_order or (on_gpu and not checkpoint.config.design.has_experts)
+    coded_as = checkpoint.coded_as if takes_order else None
     if asked == "auto":
         keeps = dtype in served and dtype != "float32"
-        return checkpoint.coded_as if keeps and checkpoint.coded_as is not None else "none"
+        return coded_as if keeps and coded_as is not None else "none"
     if asked == "none":
         return "none"
     if dtype not in served:
         raise ConfigError(f"quantization: {asked} goes with dtype {' or '.join(served)}, not {dtype}")
-    if asked in get_args(FileCodes) and asked != checkpoint.coded_as:
-        raise ConfigError(f"quantization: {asked}: {checkpoint.path} has no weights in such codes")
+    if asked in get_args(FileCodes) and asked != coded_as:
+        raise ConfigError(f"quantization: {asked}: {checkpoint.path} has no weights in such codes that products take")
     return asked
 
 

@@ -66,6 +66,7 @@ def open_directory(path: Path) -> Checkpoint:
         weights=weights,
         coded_weights=partial(weights, keep_coded=True) if form.coded_as else None,
         coded_as=form.coded_as,
+        coded_in_order=form.in_order,
         tokenizer=partial(_tokenizer, path, tokenizer_config, config.architecture),
         check_weights=partial(check_weights, path),
     )

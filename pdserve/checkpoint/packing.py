@@ -33,21 +33,31 @@ class Coded:
         zeros, scales = (self._spread(each) for each in (self.zeros, self.scales))
         return (self.codes.float() - zeros.float()) * scales.float()
 
-    def kept(self) -> Groups | None:
-        """Return the same matrix as products take it; None if its groups or its scales are not theirs."""
+    def kept(self, *, any_order: bool = False) -> Groups | None:
+        """Return the same matrix as products take it; None if its groups or its scales are not theirs.
+
+        any_order: of inputs in groups.
+        """
         outputs, inputs = self.codes.shape
         size = inputs // self.scales.shape[1]
         halves = self.scales.half()
-        if self.of_groups is not None or size % GROUP or inputs % GROUP:
+        if size % GROUP or inputs % GROUP:
             return None
+        order, codes = None, self.codes
+        if self.of_groups is not None:
+            if not any_order or bool((self.of_groups.bincount(minlength=self.scales.shape[1]) != size).any()):
+                return None
+            order = self.of_groups.argsort(stable=True)
+            codes = codes[:, order].contiguous()
         minimums = (self.zeros.float() * -halves.float()).half()
         nearly = torch.allclose(halves.float(), self.scales.float(), rtol=2.0**-11, atol=2.0**-24)
         if not nearly or not bool(minimums.isfinite().all()):
             return None
         times = size // GROUP
-        codes = self.codes.view(outputs, -1, GROUP).numpy()
+        by_block = codes.view(outputs, -1, GROUP).numpy()
         by_group = [part.repeat_interleave(times, 1).contiguous().numpy() for part in (halves, minimums)]
-        return Groups(self.bits, packed_halves(codes) if self.bits == 4 else codes, by_group[0], by_group[1])
+        packed = packed_halves(by_block) if self.bits == 4 else by_block
+        return Groups(self.bits, packed, by_group[0], by_group[1], order=None if order is None else order.numpy())
 
     def _spread(self, each: Tensor) -> Tensor:
         """Return what each input has of its group: [outputs, inputs]."""
@@ -126,8 +136,9 @@ class Scaled:
             wide = wide.repeat_interleave(inputs // wide.shape[1], 1)
         return self.narrow.float() * wide
 
-    def kept(self) -> Fp8 | None:
+    def kept(self, *, any_order: bool = False) -> Fp8 | None:
         """Return the same matrix as products take it; None if its type, its blocks or a NaN are not theirs."""
+        del any_order
         if self.narrow.dtype != torch.float8_e4m3fn or (self.block is not None and self.block[1] % SEGMENT):
             return None
         outputs, codes, scales = len(self.narrow), self.narrow.view(torch.uint8), self.scales.float()

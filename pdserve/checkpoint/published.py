@@ -44,6 +44,7 @@ class Format:
     block: tuple[int, int] | None = None  # of FP8: outputs and inputs that share a scale
     older: bool = False  # of GPTQ
     coded_as: FileCodes | None = None  # codes that products take
+    in_order: bool = True  # whether inputs come in the order of their groups
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -111,9 +112,9 @@ def _gptq(section: Fields) -> Format:
         raise section.unsupported("dynamic", "the same bits in all matrices")
     section.optional_int("group_size")
     _pass_over(section, *OF_GPTQ)
-    coded_as: FileCodes | None = None if section.flag("desc_act", default=False) else "gptq"
-    needed, older = ("qzeros", "scales"), kind == "gptq"
-    return Format("gptq", ("qweight",), needed, ("g_idx",), bits=bits, older=older, coded_as=coded_as)
+    needed, older, in_order = ("qzeros", "scales"), kind == "gptq", not section.flag("desc_act", default=False)
+    parts = ("qweight",), needed, ("g_idx",)
+    return Format("gptq", *parts, bits=bits, older=older, coded_as="gptq", in_order=in_order)
 
 
 def _compressed(section: Fields) -> Format:
@@ -137,9 +138,8 @@ def _compressed(section: Fields) -> Format:
         in_order &= weights.text("actorder", "weight") not in ("group", "dynamic")
         block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
-    coded_as: FileCodes | None = "compressed-tensors" if in_order else None
-    optional = (*parts, *OF_INPUTS, "input_zero_point")
-    return Format("compressed-tensors", ("weight_scale",), (), optional, block=block, coded_as=coded_as)
+    given = ("weight_scale",), (), (*parts, *OF_INPUTS, "input_zero_point")
+    return Format("compressed-tensors", *given, block=block, coded_as="compressed-tensors", in_order=in_order)
 
 
 def _pass_over(section: Fields, *keys: str) -> None:
@@ -184,7 +184,7 @@ def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool
     def read(part: Part) -> "Read":
         tensors = {name: cast("torch.Tensor", stored.read(())) for name, stored in parts.items()}
         coded = _decoded(base, tensors, of, shape)
-        kept = coded.kept() if keep_coded else None
+        kept = coded.kept(any_order=not of.in_order and len(part) < 2) if keep_coded else None
         return coded.values()[part] if kept is None else kept.part(part)
 
     group = GROUP if of.block is None else of.block[1]

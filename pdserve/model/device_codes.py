@@ -38,14 +38,15 @@ def _integers(groups: Groups, device: torch.device, bias: Tensor | None) -> Code
     parts = [None if each is None else _on(device, each[:, ::run]) for each in (scales, lows)]
     assert parts[0] is not None
     codes = _on(device, groups.codes)
-    return CodeBlocks(kind, codes, parts[0], parts[1], num_groups * GROUP, run * GROUP, bias)
+    order = None if groups.order is None else torch.tensor(groups.order, device=device)
+    return CodeBlocks(kind, codes, parts[0], parts[1], num_groups * GROUP, run * GROUP, bias, order)
 
 
 def joined_blocks(matrices: Sequence[object]) -> CodeBlocks:
     """Return one matrix with the outputs of all; ValueError if some are not of codes of this kind."""
     parts = [each for each in matrices if isinstance(each, CodeBlocks)]
     kinds = {each.kind for each in parts}
-    if len(kinds) != 1 or len(parts) != len(matrices):
+    if len(kinds) != 1 or len(parts) != len(matrices) or any(each.order is not None for each in parts):
         raise ValueError("some have codes, and some have none, or others")
     group, has_minimums = min(each.group for each in parts), any(each.minimums is not None for each in parts)
     alike = [_finer(each, group, has_minimums=has_minimums) for each in parts]

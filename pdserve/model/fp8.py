@@ -79,4 +79,9 @@ def joined_coded(*matrices: Coded) -> Coded | None:
             np.concatenate(parts) for parts in zip(*((each.codes, each.segment_scales()) for each in fp8), strict=True)
         )
         return Fp8(codes, scales)
-    return None if fp8 else joined_groups(*(matrix for matrix in matrices if isinstance(matrix, Groups)))
+    groups = [matrix for matrix in matrices if isinstance(matrix, Groups)]
+    return None if fp8 or len({_order(each) for each in groups}) > 1 else joined_groups(*groups)
+
+
+def _order(matrix: Groups) -> bytes | None:
+    return None if matrix.order is None else matrix.order.tobytes()

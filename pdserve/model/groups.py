@@ -29,6 +29,7 @@ class Groups:
     scales: Halves  # [width, inputs / GROUP]
     minimums: Halves  # the same
     fp4: bool = False  # codes of 4 bits are floats: see FP4_LEVELS
+    order: Ints | None = None  # of whose inputs the codes are; None: in their order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,11 +39,12 @@ class Groups:
 
     def eight_bits(self) -> "Groups":
         """Return the same matrix with 8 bits a code."""
-        return Groups(8, self._unpacked(), self.scales, self.minimums)
+        return replace(self, bits=8, codes=self._unpacked(), fp4=False)
 
     def values(self) -> Floats:
         scaled = self.scales[..., None].astype(np.float32) * self._unpacked()
-        return (scaled + self.minimums[..., None].astype(np.float32)).reshape(self.shape)
+        found = (scaled + self.minimums[..., None].astype(np.float32)).reshape(self.shape)
+        return found if self.order is None else found[:, np.argsort(self.order)]
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +52,7 @@ class Groups:
 
     def of_inputs(self, inputs: slice) -> "Groups":
         """Return the matrix of some inputs, which must be whole groups."""
+        assert self.order is None, "groups in an order of their own cannot be parted"
         groups = slice(inputs.start // GROUP, inputs.stop // GROUP)
         return self._of(self.codes[:, groups], self.scales[:, groups], self.minimums[:, groups])
 

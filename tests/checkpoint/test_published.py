@@ -1,5 +1,6 @@
 """Matrices that are published in fewer bits are read as what their formats say, and broken ones are named."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdserve.model.loading import load_model
 
 KEPT = {  # products take their codes
     **dict.fromkeys(("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros", "int8", "int8, with zeros"), Groups),
+    "gptq, order of activations": Groups,
     **dict.fromkeys(("fp8 of outputs", "fp8 of large blocks", "fp8 of tensors"), Fp8),
 }
 
@@ -51,7 +53,8 @@ def test_products_take_codes_where_their_groups_allow(case: str) -> None:
     parts, expected = make(torch.zeros(64, 96))
     for part in ((), (slice(16, 48),), (slice(None), slice(32, 64))):
         read = read_one(config, parts, keep_coded=True).read(part)
-        assert isinstance(read, KEPT.get(case, Tensor))
+        is_parted = case == "gptq, order of activations" and len(part) == 2  # which its groups are not
+        assert isinstance(read, Tensor if is_parted else KEPT.get(case, Tensor))
         values = read if isinstance(read, Tensor) else torch.from_numpy(read.values())
         torch.testing.assert_close(values, expected[part], rtol=0.0, atol=1e-3)  # of minimums in half precision
 
@@ -123,9 +126,29 @@ def test_keys_of_published_files_are_known(of: str) -> None:
     read_format({"quantization_config": PUBLISHED[of]})
 
 
-def test_the_order_of_activations_keeps_no_codes() -> None:
+def test_the_order_of_activations_is_noted() -> None:
     for config in (GPTQ | {"desc_act": True}, of_group(num_bits=4, type="int", actorder="group")):
-        assert read_format({"quantization_config": config}).coded_as is None
+        assert not read_format({"quantization_config": config}).in_order
+    assert read_format({"quantization_config": GPTQ}).in_order
+
+
+@pytest.mark.slow
+def test_the_order_of_activations_keeps_codes_on_a_gpu_unless_there_are_experts(tmp_path: Path) -> None:
+    published("gptq, order of activations", write_model("llama3", tmp_path / "plain"), tmp_path / "coded")
+    checkpoint = open_directory(tmp_path / "coded")
+    assert choose_quantization("auto", checkpoint, "bfloat16", "cuda") == "gptq"
+    assert choose_quantization("auto", checkpoint, "bfloat16", "cpu") == "none"
+    with pytest.raises(ConfigError, match=r"^quantization: gptq: .* has no weights in such codes"):
+        choose_quantization("gptq", checkpoint, "bfloat16", "cpu")
+    with_experts = replace(checkpoint, config=open_directory(write_model("mixtral", tmp_path / "experts")).config)
+    assert choose_quantization("auto", with_experts, "bfloat16", "cuda") == "none"
+
+
+def test_groups_of_unlike_sizes_keep_no_codes() -> None:
+    config, make = CASES["gptq, order of activations"]
+    parts, _ = make(torch.zeros(64, 96))
+    parts["g_idx"][parts["g_idx"] == 1] = 0
+    assert isinstance(read_one(config, parts, keep_coded=True).read(()), Tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

@@ -52,6 +52,7 @@ def texts_in_torch(model: Decoder) -> list[list[int]]:
     [
         ("awq", "int4", True),
         ("words", "int4", False),
+        ("gptq, order of activations", "int4", True),
         pytest.param("gptq, 8 bits", "int8", True, marks=pytest.mark.long),
         ("int8", "int8", False),
         pytest.param("fp8 of outputs", "fp8", False, marks=pytest.mark.long),
