@@ -59,3 +59,8 @@ XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 def xielu_scalars(of: XIelu) -> tuple[Tensor, Tensor]:
     """Return what xIELU multiplies with above zero, and below."""
     return functional.softplus(of.positive), XIELU_BETA + functional.softplus(of.negative)
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(x / cap) in float32, or x itself where there is no cap; x is overwritten."""
+    return x if cap is None else x.float().div_(cap).tanh_().mul_(cap)

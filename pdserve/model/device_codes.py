@@ -15,12 +15,12 @@ from pdserve.model.weights import GROUP
 RUNS = (4, 2)  # scales in a row that may be one, beside all of an output's: of 128 and 64 inputs
 
 
-def code_blocks(coded: Coded, device: torch.device, bias: Tensor | None = None) -> CodeBlocks:
+def code_blocks(coded: Coded, device: torch.device | None, bias: Tensor | None = None) -> CodeBlocks:
     """Put a matrix on a device, with each scale once, and with minimums only where they are not those of ZEROS."""
     return _fp8(coded, device, bias) if isinstance(coded, Fp8) else _integers(coded, device, bias)
 
 
-def _fp8(matrix: Fp8, device: torch.device, bias: Tensor | None) -> CodeBlocks:
+def _fp8(matrix: Fp8, device: torch.device | None, bias: Tensor | None) -> CodeBlocks:
     (outputs, inputs), scales = matrix.shape, matrix.scales
     whole = scales.shape[1] == 1 or _repeats(scales.shape[1], scales)
     filled = np.pad(matrix.codes, ((0, 0), (0, -inputs % GROUP))).reshape(outputs, -1, GROUP)
@@ -29,7 +29,7 @@ def _fp8(matrix: Fp8, device: torch.device, bias: Tensor | None) -> CodeBlocks:
     return CodeBlocks("fp8", _on(device, filled), _on(device, scales), None, inputs, group, bias)
 
 
-def _integers(groups: Groups, device: torch.device, bias: Tensor | None) -> CodeBlocks:
+def _integers(groups: Groups, device: torch.device | None, bias: Tensor | None) -> CodeBlocks:
     kind: Kind = "fp4" if groups.fp4 else "int4" if groups.bits == 4 else "int8"
     scales, minimums = groups.scales, groups.minimums
     lows = None if kind == "fp4" or np.array_equal(minimums, _around_zero(kind, scales)) else minimums
@@ -83,6 +83,6 @@ def _repeats(run: int, *parts: Halves | Floats | None) -> bool:
     return True
 
 
-def _on(device: torch.device, by_outputs: np.ndarray) -> Tensor:
+def _on(device: torch.device | None, by_outputs: np.ndarray) -> Tensor:
     """Return an array [outputs, groups, ..] as [groups, outputs, ..] on a device."""
-    return torch.tensor(by_outputs).to(device).transpose(0, 1).contiguous()
+    return torch.tensor(by_outputs, device=device).transpose(0, 1).contiguous()

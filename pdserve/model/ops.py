@@ -15,14 +15,12 @@ from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import onednn
-from pdserve.model.activations import MlpActivation, activate, bent_times, swiglu_oai
+from pdserve.model.activations import MlpActivation, activate, bent_times, capped, swiglu_oai
 from pdserve.model.design import Activation, Routing
 from pdserve.model.fp8 import Coded, joined_coded
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.parallel import RowParallel, VocabParallel
 from pdserve.model.routing import routed
-
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,10 @@ class Quantized:
     coded: Coded
     dtype: torch.dtype  # of inputs and results
     bias: Tensor | None = None
-    device: torch.device = HOST  # of inputs and results; what is loaded lies on the host
+    device: torch.device | None = None  # of inputs and results: codes lie on the host; None: there, too
 
     def dense(self) -> Dense:
-        return Dense(torch.from_numpy(self.coded.values()).to(self.device, self.dtype), self.bias)
+        return Dense(torch.from_numpy(self.coded.values()).to(device=self.device, dtype=self.dtype), self.bias)
 
 
 Matrix = Dense | Quantized  # as it is loaded
@@ -301,11 +299,6 @@ class TorchOps:
         return activate(self.linear(x, weight), activation)
 
 
-def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(x / cap) in float32, or x itself where there is no cap; x is overwritten."""
-    return x if cap is None else x.float().div_(cap).tanh_().mul_(cap)
-
-
 def times(x: Tensor, scale: float) -> Tensor:
     """Return x * scale; x itself is overwritten."""
     return x if scale == 1.0 else x.mul_(scale)
@@ -316,10 +309,8 @@ def weight_bytes(weight: Held) -> int:
     match weight:
         case GateUp(gate, up):
             return weight_bytes(gate) + weight_bytes(up)
-        case Quantized(coded):
-            return coded.nbytes
-        case CodeBlocks():
-            return weight.nbytes
+        case Quantized(coded=of) | (CodeBlocks() as of):
+            return of.nbytes
         case RowParallel(held) | VocabParallel(held):
             return weight_bytes(held)
         case _:
@@ -334,8 +325,9 @@ def rows_of(weight: Matrix, rows: slice | Tensor) -> Matrix:
     """Return the matrix of some outputs, in their order."""
     bias = None if weight.bias is None else weight.bias[rows].contiguous()
     if isinstance(weight, Quantized):
-        coded = weight.coded.of_outputs(rows if isinstance(rows, slice) else rows.numpy())
-        return replace(weight, coded=coded, bias=bias)
+        return replace(
+            weight, coded=weight.coded.of_outputs(rows if isinstance(rows, slice) else rows.numpy()), bias=bias
+        )
     return Dense(weight.data[rows].contiguous(), bias)
 
 

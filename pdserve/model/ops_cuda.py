@@ -11,7 +11,7 @@ from pdserve.kernels.experts import Added, Grouped, grouped_product, summed
 from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.kernels.products import Finish, product, rounds_inputs
 from pdserve.kernels.tuning import device_of
-from pdserve.model.activations import MlpActivation, activate, bent_times
+from pdserve.model.activations import MlpActivation, activate, bent_times, capped
 from pdserve.model.design import Activation, Routing
 from pdserve.model.device_codes import code_blocks
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
@@ -26,7 +26,6 @@ from pdserve.model.ops import (
     Norm,
     Quantized,
     RmsNorm,
-    capped,
     decoded,
     dense,
     joined,
