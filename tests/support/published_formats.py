@@ -55,7 +55,7 @@ def in_gptq(matrix: Tensor, bits: int = 4, *, shuffled: bool = False) -> tuple[d
     scales = (torch.rand(inputs // size, outputs, generator=draw) * 0.4 / (1 << bits) + 0.01).half()
     group = torch.arange(inputs) // size
     if shuffled:
-        group = group[torch.randperm(inputs, generator=draw)]
+        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]  # as q, k and v have one
     words = packed(q.t().contiguous(), shifts).t().contiguous()
     parts = {
         "qweight": words,

@@ -116,6 +116,18 @@ def test_inputs_of_8_bits_are_taken_where_they_are_asked_for_and_there(monkeypat
     assert rounded == [True, True, False, False, False, False, False, False]
 
 
+def test_groups_in_an_order_are_joined_if_it_is_the_same() -> None:
+    first, second = np.random.default_rng(1).permutation(64), np.random.default_rng(2).permutation(64)
+    gate, up = (replace(in_groups(8, 64, seed=seed), order=first) for seed in (1, 2))
+    x = torch.randn((3, 64), generator=torch.Generator().manual_seed(1))
+    for other in (up, replace(up, order=second), replace(up, order=None)):
+        held = CudaOps().held_gate_up(Quantized(gate, torch.float32), Quantized(other, torch.float32))
+        assert isinstance(held, CodeBlocks if other is up else Dense)
+        expected = x.double() @ torch.cat((wide(gate), wide(other))).t()
+        torch.testing.assert_close(CudaOps().linear(x, held).double(), expected, **NEAR)
+    assert (gate.values()[:, first] == replace(gate, order=None).values()).all()
+
+
 @pytest.mark.parametrize("inputs", [100, 128, 300])
 def test_fp8_is_held_with_scales_of_segments_or_one_of_each_output(inputs: int) -> None:
     draw = np.random.default_rng(inputs)
