@@ -40,6 +40,7 @@ class Kind(IntEnum):
     RANKS_SUM = 18
     RANKS_GATHER = 19
     PRODUCT_HEADS = 20
+    RANKS_PASS = 21
 
 
 class Mixture(ctypes.Structure):

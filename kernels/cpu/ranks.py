@@ -1,4 +1,4 @@
-"""Sums and gathered rows over the ranks of a worker, in memory that their processes share: see src/ranks.c.
+"""Sums, gathered rows and passed rows of the ranks of a worker, in memory that their processes share: see src/ranks.c.
 
 All ranks make the same calls in the same order, over as many rows, and get the same sums, to the bit.
 """
@@ -70,3 +70,15 @@ def gather_columns(calls: Calls, ranks: RankMemory, x: Tensor, width: int) -> Te
     )  # fmt: skip
     calls.take(len(x), call)
     return out
+
+
+def pass_rows(calls: Calls, ranks: RankMemory, x: Tensor) -> None:
+    """Copy x of the first of two ranks into x of the second one. x: [num_rows, width], of the same type on both."""
+    require_tensor("x", x, (None, None), (torch.float32, torch.bfloat16, torch.float16))
+    require(x.is_contiguous(), "x: rows must follow one another")
+    require(ranks.size == 2, f"ranks: {ranks.size} of them")
+    call = Call(
+        kind=Kind.RANKS_PASS, out=x.data_ptr(), x=x.data_ptr(), width=x.shape[1] * x.element_size(),
+        ranks=ctypes.addressof(ranks),
+    )  # fmt: skip
+    calls.take(len(x), call)

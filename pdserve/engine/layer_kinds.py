@@ -64,13 +64,13 @@ class ByLayer(Generic[A]):
 def by_layer(
     make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: Sequence[LayerGroup], rows: KvRows | None = None
 ) -> ByLayer[A]:
-    """Make an attention of each kind of layer, over the heads of the model's rank.
+    """Make an attention of each kind of layer that the model's rank has, over the heads that it has.
 
     kv: a pool of as many pages as its first dimension, contiguous. rows: of the pool; in the model's type unless given.
     """
     config, ropes = model.config, model.ropes
     rows = rows or KvRows(config.head_dim, model.dtype)
-    heads = model.rank.kv_heads(config.num_kv_heads)
+    heads, own_layers = model.rank.kv_heads(config.num_kv_heads), model.rank.layers(config.num_layers)
     kinds: dict[tuple[int, Scores], int] = {}
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
@@ -80,6 +80,8 @@ def by_layer(
         view = pages_of(kv, config, group, rows.width)[:, :, :, heads]
         of_group = tuple([ropes[layer] for layer in group.layers])
         for place, layer in enumerate(group.layers):
+            if layer not in own_layers:
+                continue
             attention = config.design.attentions[layer]
             assert attention is not None, "others have no KV"
             scores = attention.scores

@@ -198,7 +198,7 @@ class Runner:
     def follow(self, plan: StepPlan) -> None:
         """Do this rank's part of a step of another rank, which copies pages and samples."""
         batch = Batch.of(plan, self._pool)
-        if batch.scored or batch.pooled:
+        if (batch.scored or batch.pooled) and self.model.rank.is_last:
             self._beside(batch)
         else:
             self._logits(batch)

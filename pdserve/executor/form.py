@@ -24,6 +24,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model, load_rank
 from pdserve.model.parallel import Collective
+from pdserve.model.stages import Stages
 from pdserve.model.weights import GROUP, Stored, Weights
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.settings.config import KvCacheDtype, WorkerConfig
@@ -57,7 +58,7 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     weights_hash: as another rank has taken it; else the files are read for it.
     """
     if config.num_threads is not None:
-        torch.set_num_threads(rank_threads(config.num_threads, config.tensor_parallel_size) or 1)
+        torch.set_num_threads(rank_threads(config.num_threads, config.num_ranks) or 1)
     compiled = config.device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info(), compiled=compiled)
     if config.load_format == "dummy":
@@ -111,7 +112,11 @@ def bytes_of(name: str, stored: Stored, quantization: ChosenQuantization, dtype:
 
 
 def load_form(
-    config: WorkerConfig, form: Form, device: torch.device, ranks: Collective | None, progress: Progress | None = None
+    config: WorkerConfig,
+    form: Form,
+    device: torch.device,
+    ranks: Collective | Stages | None,
+    progress: Progress | None = None,
 ) -> Model:
     """Load a model, or with others a rank's part of it."""
     weights, dtype = weights_in_form(form.checkpoint, form.quantization), DTYPES[form.dtype]
@@ -120,7 +125,7 @@ def load_form(
         model = load_model(model_config, weights, dtype, progress, device, input_bits)
     else:
         model = load_rank(model_config, weights, dtype, ranks, progress, input_bits)
-        name = f"{name}, rank {ranks.rank.index} of {ranks.rank.size}"
+        name = f"{name}, {ranks.rank}"
     if config.shared_weights_dir is not None and device.type == "cpu":
         share_weights(model, config.shared_weights_dir, name)
     return model

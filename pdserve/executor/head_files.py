@@ -67,6 +67,8 @@ class MtpFiles:
         weights = weights_in_form(self.checkpoint, quantization)
         tensors = Tensors({name: weights[name] for name in self.weights}, model.dtype, model.device)
         ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts)
+        assert model.embedding is not None, "pipeline stages guess nothing"
+        assert model.lm_head is not None, "as well"
         return MtpHead.build(model.config, tensors, ops, (model.embedding, model.lm_head))
 
 

@@ -8,15 +8,14 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import choose_form, load_form
 from pdserve.executor.rank_frames import Channel, Setup
-from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of
+from pdserve.executor.rank_sums import Ranks, rank_at, ranks_of
 from pdserve.executor.shared_pages import mapped_pages
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
 
 
-def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Runner, SharedRanks | SocketRanks]:
+def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Runner, Ranks]:
     """Return the rank's runner, and what it adds with. channel: to rank 0.
 
     RuntimeError if only one of the two has a compiled library: they would wait for each other in the first sum.
@@ -26,8 +25,8 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         raise RuntimeError(f"rank 0 has a compiled library, and this one has none: {loaded}")
     if not isinstance(loaded, Missing) and not setup.has_library:
         raise RuntimeError("rank 0 has no compiled library, and this one has one")
-    slots = mapped_pages(setup.slots)
-    ranks = ranks_of(Rank(setup.index, setup.size), slots, [channel], config.stalled_step_s)
+    rank = rank_at(setup.index, config.tensor_parallel_size, config.pipeline_parallel_size)
+    ranks = ranks_of(rank, mapped_pages(setup.slots), [channel], config.stalled_step_s)
     form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
     model = load_form(config, form, torch.device("cpu"), ranks)
     runner = Runner(model, setup.num_pages, config.page_size, memory=mapped_pages(setup.pages))

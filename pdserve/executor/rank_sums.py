@@ -1,4 +1,7 @@
-"""How ranks add and gather what they make: in memory that they share, without a compiled library over sockets."""
+"""How ranks add, gather and pass on what they make: in memory that they share; without a compiled library over sockets.
+
+Pipeline stages need the library.
+"""
 
 from collections.abc import Sequence
 
@@ -12,6 +15,7 @@ from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.library import DTYPES, library
 from pdserve.kernels.cpu.ranks import SLOT_BYTES, RankMemory, gather_columns, sum_over_ranks
 from pdserve.model.ops import times
+from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
 
 
@@ -81,19 +85,34 @@ class SocketRanks:
         return torch.frombuffer(bytearray(channel.receive(bytes)), dtype=like.dtype)
 
 
-def ranks_of(rank: Rank, slots: Tensor, channels: Sequence[Channel], limit_s: float) -> SharedRanks | SocketRanks:
-    """Return how a rank adds with the others, which choose alike: `load_follower` looks whether they do.
+Ranks = SharedRanks | SocketRanks | Stages
+
+
+def ranks_of(rank: Rank, slots: Tensor, channels: Sequence[Channel], limit_s: float) -> Ranks:
+    """Return how a rank computes with the others, which choose alike: `load_follower` looks whether they do.
 
     slots: zeroed memory of `slots_bytes`, of all.
     """
     loaded = library()
+    if rank.num_stages > 1:
+        assert not isinstance(loaded, Missing), "`Followers` refuses that"
+        pairs = slots.view(rank.num_stages - 1, -1)
+        before = None if rank.is_first else RankMemory(pairs[rank.stage - 1], 1, 2, limit_s)
+        behind = None if rank.is_last else RankMemory(pairs[rank.stage], 0, 2, limit_s)
+        return Stages(rank, before, behind, Immediate(loaded))
     if isinstance(loaded, Missing):
         return SocketRanks(rank, channels, limit_s)
     return SharedRanks(rank, RankMemory(slots, rank.index, rank.size, limit_s), Immediate(loaded), limit_s)
 
 
-def slots_bytes(num_ranks: int) -> int:
-    return num_ranks * SLOT_BYTES
+def slots_bytes(rank: Rank) -> int:
+    """Return the bytes in which all ranks meet: a slot for each, or two for each two neighbouring stages."""
+    return SLOT_BYTES * (rank.size if rank.num_stages == 1 else 2 * (rank.num_stages - 1))
+
+
+def rank_at(index: int, num_ranks: int, num_stages: int) -> Rank:
+    """Return what the process of this number is. The first one, which samples, is the last pipeline stage."""
+    return Rank(stage=(index - 1) % num_stages, num_stages=num_stages) if num_stages > 1 else Rank(index, num_ranks)
 
 
 def _packed(x: Tensor) -> bytes:

@@ -1,10 +1,13 @@
 """A worker of several ranks: this process is rank 0, and each other rank is a child of it.
 
+Ranks that divide the heads of a model compute each step side by side. Pipeline stages compute it one after the other:
+rank 0 is the last one, which samples, rank 1 the first one, and so on.
+
 Invariant: a step is over when it is over on all ranks; until then nobody reads the pages that it writes. A rank that
 fails or ends is a broken device: this process ends, and the kernel ends its children with it.
 
-All ranks share one memory for pages, in which each writes its own heads. So rank 0 alone has a mover, and its pages
-are those of a worker with one rank.
+All ranks share one memory for pages, in which each writes its own heads, or its own layers. So rank 0 alone has a
+mover, and its pages are those of a worker with one rank.
 """
 
 import logging
@@ -13,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -25,13 +29,13 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
-from pdserve.executor.rank_sums import ranks_of, slots_bytes
+from pdserve.executor.rank_sums import rank_at, ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
+from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
-from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -49,9 +53,11 @@ class Followers:
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
-        size = config.tensor_parallel_size
-        has_library = not isinstance(library(), Missing)
-        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(size))
+        size, has_library = config.num_ranks, not isinstance(library(), Missing)
+        rank = rank_at(0, config.tensor_parallel_size, config.pipeline_parallel_size)
+        if rank.num_stages > 1 and not has_library:
+            raise ConfigError(f"pipeline_parallel_size: {size}: pipeline stages need the compiled C library")
+        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(rank))
         try:
             for index in range(1, size):
                 child = _started(memory, slots)
@@ -67,7 +73,7 @@ class Followers:
         finally:
             self.pages: Tensor = mapped_pages(memory)
             channels = [channel for _, channel in self._children]
-            self.ranks = ranks_of(Rank(0, size), mapped_pages(slots), channels, config.stalled_step_s)
+            self.ranks = ranks_of(rank, mapped_pages(slots), channels, config.stalled_step_s)
 
     def meet(self) -> None:
         """Wait until all have loaded. ConfigError says what one of them has refused."""
@@ -129,7 +135,9 @@ class RankedExecutor:
     ) -> None:
         """Lead the followers, who have met. thread: the one that has started them; `close` ends both."""
         self._thread, self._followers = thread, followers
-        self._local = LocalExecutor(_Leading(runner, followers), thread, device_name, step_s)
+        self._ahead = StepsAhead(followers.begin) if runner.model.rank.num_stages > 1 else None
+        begin = followers.begin if self._ahead is None else self._ahead.begin
+        self._local = LocalExecutor(_Leading(runner, followers, begin), thread, device_name, step_s)
 
     @property
     def device_name(self) -> str:
@@ -140,7 +148,12 @@ class RankedExecutor:
         return self._local.regions
 
     def start(self, plan: StepPlan) -> Future[StepResult]:
-        return self._local.start(plan)
+        if (ahead := self._ahead) is None:
+            return self._local.start(plan)
+        ahead.start(plan)
+        step = self._local.start(plan)
+        step.add_done_callback(lambda _: ahead.end())  # in the engine's thread, before the next step
+        return step
 
     def take_memory(self) -> None:
         self._local.take_memory()
@@ -148,15 +161,18 @@ class RankedExecutor:
     def close(self) -> None:
         self._thread.submit(self._followers.close).result()
         self._local.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 class _Leading:
     """Rank 0's runner, and all that others do of its steps."""
 
-    def __init__(self, runner: Runner, followers: Followers) -> None:
+    def __init__(self, runner: Runner, followers: Followers, begin: Callable[[StepPlan], None]) -> None:
+        """begin: lets others begin a step."""
         self.kv = runner.kv
         self._runner = runner
-        self._followers = followers
+        self._followers, self._begin = followers, begin
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step.
@@ -168,7 +184,7 @@ class _Leading:
             return self._runner.run(plan)  # the memory of pages is common
         if plan.copies:
             raise InvariantError("pages are copied while ranks compute")
-        self._followers.begin(plan)
+        self._begin(plan)
         try:
             result = self._runner.run(plan)
             self._followers.ranks.check()

@@ -23,6 +23,7 @@ from pdserve.model.parallel import Collective, vocab_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.ranks import RankedOps
 from pdserve.model.rope import Rope
+from pdserve.model.stages import Stages
 from pdserve.model.taps import Tap
 from pdserve.model.weights import WHOLE, Rank, Weights
 
@@ -40,15 +41,16 @@ class Decoder:
     config: ModelConfig
     rank: Rank
     ops: Ops
-    embedding: Linear  # [vocab_size, hidden_size]
+    embedding: Linear | None  # [vocab_size, hidden_size]; None: an earlier pipeline stage has it
     embedding_scale: float
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # of the rank's stage
     ropes: tuple[Rope, ...]
     final_norm: Norm
-    lm_head: Linear
+    lm_head: Linear | None  # None: the last stage has it
     logit_scale: float
     logit_cap: float | None
     ranks: Collective | None = None  # where there are several
+    stages: Stages | None = None  # likewise
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,29 +62,40 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         hidden = self.hidden(token_ids, attention, rows, tap)
-        return self.logits(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
+        is_wanted = len(hidden) and self.rank.is_last
+        return self.logits(hidden) if is_wanted else hidden.new_empty((0, self.config.vocab_size))
 
     def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
-        hidden = self.ops.embed(token_ids, self.embedding, self.embedding_scale)
-        reads_all = tap is not None and tap.reads(len(self.layers))
-        for index, layer in enumerate(self.layers):
+        hidden, num_layers = self._entering(token_ids), self.config.num_layers
+        reads_all = tap is not None and tap.reads(num_layers)
+        for index, layer in zip(self.rank.layers(num_layers), self.layers, strict=True):
             if tap is not None:
                 tap.see(self.ops, index, hidden)
-            wanted = rows if index == len(self.layers) - 1 and not reads_all else None
+            wanted = rows if index == num_layers - 1 and not reads_all else None
             hidden = layer.forward(self.ops, attention, index, hidden, wanted)
+        if self.stages is not None and not self.rank.is_last:
+            self.stages.send(hidden)
         if tap is None or not reads_all:
             return hidden
-        tap.see(self.ops, len(self.layers), self.normed(hidden))
+        tap.see(self.ops, num_layers, self.normed(hidden))
         return hidden if rows is None else hidden.index_select(0, rows)
 
+    def _entering(self, token_ids: Tensor) -> Tensor:
+        """Return the hidden states before the first of this stage's layers."""
+        if self.embedding is not None:
+            return self.ops.embed(token_ids, self.embedding, self.embedding_scale)
+        assert self.stages is not None, "an earlier stage has the embedding"
+        return self.stages.receive(len(token_ids), self.config.hidden_size, self.dtype)
+
     def logits(self, hidden: Tensor) -> Tensor:
+        assert self.lm_head is not None, "the last stage has it"
         return self.ops.logits(self.normed(hidden), self.lm_head, self.logit_scale, self.logit_cap)
 
     def normed(self, hidden: Tensor) -> Tensor:
         return self.ops.norm(hidden, self.final_norm)
 
     def matrices(self) -> Iterator[Held]:
-        yield from (self.embedding, self.lm_head)
+        yield from filter(None, (self.embedding, self.lm_head))
         for layer in self.layers:
             yield from layer.matrices()
 
@@ -105,38 +118,50 @@ class Decoder:
     def bytes_read(self, num_rows: int) -> int:
         attentions = sum(weight_bytes(each) for layer in self.layers for each in layer.attention.matrices())
         mlps = sum(layer.mlp.bytes_read(num_rows) for layer in self.layers)
-        embedded = weight_bytes(self.embedding) * num_rows // self.config.vocab_size
-        return embedded + attentions + mlps + weight_bytes(self.lm_head)
+        embedded = 0 if self.embedding is None else weight_bytes(self.embedding) * num_rows // self.config.vocab_size
+        return embedded + attentions + mlps + (0 if self.lm_head is None else weight_bytes(self.lm_head))
 
     def through(self, calls: Calls) -> "Decoder":
         ops = CompiledOps(calls)
-        return replace(self, ops=ops if self.ranks is None else RankedOps(ops, self.ranks.through(calls)))
+        stages = None if self.stages is None else self.stages.through(calls)
+        return replace(
+            self, ops=ops if self.ranks is None else RankedOps(ops, self.ranks.through(calls)), stages=stages
+        )
 
-    def among(self, ranks: Collective) -> "Decoder":
-        """Return the same part of a model, which adds what it makes to what the other ranks make."""
+    def among(self, ranks: Collective | Stages) -> "Decoder":
+        """Return the same part of a model, which computes with the other ranks: adds to their sums, or follows them."""
+        if isinstance(ranks, Stages):
+            return replace(self, stages=ranks)
         return replace(self, ops=RankedOps(self.ops, ranks), ranks=ranks)
 
     @classmethod
     def build(cls, config: ModelConfig, tensors: TensorSource, ops: DeviceOps, rank: Rank = WHOLE) -> Self:
         """Put a rank's part of a model together."""
         of, sizes, rows = config.design, (config.vocab_size, config.hidden_size), rank.rows()
-        table = tensors.take_matrix(EMBEDDING, *sizes, shard=rows)
-        embedding, head = ops.held_embedding(table, tied=config.tie_word_embeddings)
+        embedding: Linear | None = None
+        head: Linear | None = None
+        is_tied = config.tie_word_embeddings and rank.is_last
+        if rank.is_first or is_tied:
+            table = tensors.take_matrix(EMBEDDING, *sizes, shard=rows)
+            embedding, head = ops.held_embedding(table, tied=is_tied)
+            embedding = vocab_parallel(embedding, rank, config.vocab_size) if rank.is_first else None
         parts = Parts(config, tensors, ops, rank)
         layers = tuple(
-            build_layer(layer, replace(parts, prefix=f"model.layers.{index}.")) for index, layer in enumerate(of.layers)
+            build_layer(of.layers[index], replace(parts, prefix=f"model.layers.{index}."))
+            for index in rank.layers(len(of.layers))
         )
-        head = head or ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rows))
+        if rank.is_last and head is None:
+            head = ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rows))
         return cls(
             config=config,
             rank=rank,
             ops=ops,
-            embedding=vocab_parallel(embedding, rank, config.vocab_size),
+            embedding=embedding,
             embedding_scale=_embedding_scale(of.embedding, tensors.dtype),
             layers=layers,
             ropes=ropes_of(config, tensors.device),
             final_norm=parts.norm(of.head.norm_name, of.head.norm),
-            lm_head=vocab_parallel(head, rank, config.vocab_size),
+            lm_head=None if head is None else vocab_parallel(head, rank, config.vocab_size),
             logit_scale=of.head.scale,
             logit_cap=of.head.soft_cap,
         )

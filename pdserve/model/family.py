@@ -166,13 +166,13 @@ class Model(Protocol):
         ...
 
     @property
-    def embedding(self) -> Linear:
-        """Return the table of its tokens' embeddings, which are yet to be scaled."""
+    def embedding(self) -> Linear | None:
+        """Return the table of its tokens' embeddings, which are yet to be scaled; None: an earlier stage has it."""
         ...
 
     @property
-    def lm_head(self) -> Linear:
-        """Return what makes logits, which are yet to be scaled and capped."""
+    def lm_head(self) -> Linear | None:
+        """Return what makes logits, which are yet to be scaled and capped; None: a later stage has it."""
         ...
 
     @property

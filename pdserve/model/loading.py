@@ -18,7 +18,8 @@ from pdserve.model.ops import DeviceOps, TorchOps
 from pdserve.model.ops_cpu import CpuOps
 from pdserve.model.parallel import Collective
 from pdserve.model.sharding import check_divides
-from pdserve.model.weights import Part, Rank, Stored, Weights
+from pdserve.model.stages import Stages
+from pdserve.model.weights import WHOLE, Part, Rank, Stored, Weights
 
 DUMMY_STD = 0.02
 NAMED_AT_MOST = 3  # missing tensors that an error names; it counts the others
@@ -46,34 +47,35 @@ def load_rank(
     config: ModelConfig,
     weights: Weights,
     dtype: torch.dtype,
-    ranks: Collective,
+    ranks: Collective | Stages,
     progress: Progress | None = None,
     input_bits: int = INPUT_BITS,
 ) -> Model:
     """Build one rank's part of a model, on a CPU; do as `load_model` otherwise. All ranks load at the same time."""
-    check_divides(config, ranks.rank.size)
-    device = torch.device("cpu")
-    tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
-    ops = ops_for(device, input_bits)
-    return Decoder.build(config, tensors, ops, ranks.rank).among(ranks)
+    rank, device = ranks.rank, torch.device("cpu")
+    check_divides(config, rank.size, rank.num_stages)
+    needed = needed_weights(config, weights)
+    tensors = Tensors({name: needed[name] for name in shapes_of(config, rank)}, dtype, device, progress)
+    ops = ops_for(device, input_bits, with_experts=config.design.has_experts and rank.size == 1)
+    return Decoder.build(config, tensors, ops, rank).among(ranks)
 
 
-def shapes_of(config: ModelConfig) -> Shapes:
-    """Return the shape of every tensor that a model needs."""
-    wanted = Wanted()
-    Decoder.build(config, wanted, TorchOps())
-    return wanted.shapes
+def shapes_of(config: ModelConfig, rank: Rank = WHOLE) -> Shapes:
+    """Return the shape of every tensor that a rank's part of a model needs."""
+    return _wanted(config, rank).shapes
 
 
-def largest_share(config: ModelConfig, size: int) -> float:
+def largest_share(config: ModelConfig, size: int, num_stages: int = 1) -> float:
     """Return which share of a model's elements the rank has that has the most; ConfigError if it is not divided."""
-    check_divides(config, size)
-    counts = []
-    for rank in (Rank(), *(Rank(index, size) for index in range(size))):
-        wanted = Wanted()
-        Decoder.build(config, wanted, TorchOps(), rank)
-        counts.append(wanted.num_elements)
-    return max(counts[1:]) / counts[0]
+    check_divides(config, size, num_stages)
+    ranks = [Rank(index, size, stage, num_stages) for index in range(size) for stage in range(num_stages)]
+    return max(_wanted(config, rank).num_elements for rank in ranks) / _wanted(config, WHOLE).num_elements
+
+
+def _wanted(config: ModelConfig, rank: Rank) -> Wanted:
+    wanted = Wanted()
+    Decoder.build(config, wanted, TorchOps(), rank)
+    return wanted
 
 
 def needed_weights(config: ModelConfig, weights: Weights) -> Weights:

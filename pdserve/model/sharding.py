@@ -20,8 +20,12 @@ def part_of(config: ModelConfig, rank: Rank) -> ModelConfig:
     return replace(config, num_heads=queries.stop - queries.start, num_kv_heads=keys.stop - keys.start)
 
 
-def check_divides(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError unless so many ranks serve a model."""
+def check_divides(config: ModelConfig, size: int, num_stages: int = 1) -> None:
+    """Raise ConfigError unless so many ranks, or so many pipeline stages, serve a model."""
+    if num_stages > config.num_layers:
+        raise ConfigError(f"pipeline_parallel_size: {num_stages}: the model has {config.num_layers} layers")
+    if num_stages > 1 and config.has_states:
+        raise ConfigError(f"pipeline_parallel_size: {num_stages}: layers with a state are not tried in stages yet")
     if size == 1:
         return
     if config.has_states:

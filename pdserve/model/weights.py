@@ -62,10 +62,27 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of `size` devices that hold a model together."""
+    """One of `size` devices that hold a model's layers together, or the layers of one of its pipeline stages."""
 
     index: int = 0
     size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this is in the stage that embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Say whether this is in the stage that makes logits."""
+        return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Return which layers are this rank's."""
+        first, end = (stage * num_layers // self.num_stages for stage in (self.stage, self.stage + 1))
+        return range(first, end)
 
     def rows(self, unit: int = 1) -> Shard | None:
         """Return the shard of a matrix whose outputs are divided; None: all of it."""

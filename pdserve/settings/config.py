@@ -222,6 +222,13 @@ class WorkerConfig(ServingConfig):
         description="Processes that hold this worker's model together and compute each step, on CPUs; they share its "
         "threads.",
     )
+    pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Processes that each hold a part of this worker's layers, and compute each step one after the "
+        "other, on CPUs; they share its threads. Goes with tensor_parallel_size 1 alone.",
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default one for each core.")
@@ -292,6 +299,11 @@ class WorkerConfig(ServingConfig):
         own = self.max_num_batched_tokens
         return {role: own or max(count, self.max_num_seqs) for role, count in STEP_TOKENS.items()}
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute this worker's steps."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     @model_validator(mode="after")
     def _is_reached(self) -> Self:
         if not self.routers and self.dialect_port is None:
@@ -302,14 +314,12 @@ class WorkerConfig(ServingConfig):
     def _has_its_device(self) -> Self:
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
-        if self.tensor_parallel_size > 1 and self.device in ("cuda", "interpreter"):
-            size = self.tensor_parallel_size
-            raise ValueError(f"tensor_parallel_size: {size} is refused: a worker on {self.device} has one device")
-        if problem := kv_cache_problem(self.kv_cache_dtype, self.device, self.tensor_parallel_size):
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size
+        if problem := ranks_problem(*sizes, self.device) or kv_cache_problem(self.kv_cache_dtype, self.device, *sizes):
             raise ValueError(problem)
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
-        if self.speculative_config is not None and self.tensor_parallel_size > 1:
+        if self.speculative_config is not None and self.num_ranks > 1:
             raise ValueError("speculative_config: a worker of several ranks verifies no guesses yet")
         kv_dtype, guessed = self.kv_cache_dtype, self.speculative_config
         if guessed is not None and guessed.method != "ngram" and kv_dtype != "auto":
@@ -327,12 +337,23 @@ class WorkerConfig(ServingConfig):
         return given
 
 
-def kv_cache_problem(asked: KvCacheDtype, device: Device, num_ranks: int) -> str | None:
+def ranks_problem(num_ranks: int, num_stages: int, device: Device) -> str | None:
+    """Return why workers on such a device do not have so many ranks and pipeline stages, or None."""
+    sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+    if num_ranks > 1 and num_stages > 1:
+        return f"pipeline_parallel_size: {num_stages} is not served with tensor_parallel_size {num_ranks} yet"
+    for name, size in sizes.items():
+        if size > 1 and device in ("cuda", "interpreter"):
+            return f"{name}: {size} is refused: a worker on {device} has one device"
+    return None
+
+
+def kv_cache_problem(asked: KvCacheDtype, device: Device, num_ranks: int, num_stages: int = 1) -> str | None:
     """Return why workers on such a device do not keep K and V so, or None."""
     if asked != "auto" and device not in ("auto", "cpu"):
         return f"kv_cache_dtype: {asked} is served on a CPU, not on {device}"
-    if asked != "auto" and num_ranks > 1:
-        return f"kv_cache_dtype: {asked} is served by one rank; for {num_ranks}, auto is"
+    if asked != "auto" and num_ranks * num_stages > 1:
+        return f"kv_cache_dtype: {asked} is served by one rank; for {num_ranks * num_stages}, auto is"
     return None
 
 

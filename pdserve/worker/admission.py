@@ -33,7 +33,7 @@ class Rules:
     lease_s: float  # a sender that is silent for so long has lost its grants
     role: Role  # at the start
     step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
-    fills_steps_ahead: bool = False  # with prompts, while one runs: on a GPU, which waits for what is launched
+    fills_steps_ahead: bool = False  # with prompts, while one runs: else a GPU, or a first stage, would wait
     num_parts: int = 1  # of a page, one for each rank of the executor
     adapters: frozenset[AdapterDigest] = frozenset()  # that are loaded
 

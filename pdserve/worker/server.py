@@ -172,7 +172,7 @@ async def assemble(
         lease_s=config.lease_s,
         role=config.role,
         step_tokens=config.step_tokens,
-        fills_steps_ahead=config.device == "cuda",
+        fills_steps_ahead=config.device == "cuda" or config.pipeline_parallel_size > 1,
         num_parts=len(engine.executor.regions),
     )
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)

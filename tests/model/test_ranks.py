@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,16 +19,16 @@ from pdserve.checkpoint.checkpoint import Checkpoint, in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.rank_sums import SharedRanks
+from pdserve.executor.rank_sums import SharedRanks, rank_at, ranks_of, slots_bytes
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
+from pdserve.model.loading import load_model, load_rank
 from pdserve.model.ops import weight_bytes
 from pdserve.model.sharding import check_divides
 from pdserve.model.taps import Tap
-from pdserve.model.weights import Weights
+from pdserve.model.weights import Rank, Stored, Weights
 from pdserve.protocol.pooling import Pooling
 
 NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
@@ -58,18 +59,29 @@ def weight_total(model: Model) -> int:
     return sum(map(weight_bytes, model.matrices()))
 
 
-def texts(config: ModelConfig, weights: Weights, size: int, dtype: torch.dtype = torch.float32) -> list[list[int]]:
-    if size == 1:
+def texts(
+    config: ModelConfig, weights: Weights, size: int, dtype: torch.dtype = torch.float32, num_stages: int = 1
+) -> list[list[int]]:
+    if size * num_stages == 1:
         whole = Runner(load_model(config, weights, dtype), NUM_PAGES, 16)
         return greedy_texts(whole, PROMPTS, NUM_TOKENS, CHUNK)
-    with thread_ranks(size, config, weights, dtype, NUM_PAGES) as ranks:
+    with thread_ranks(size, config, weights, dtype, NUM_PAGES, num_stages) as ranks:
         return greedy_texts(ranks, PROMPTS, NUM_TOKENS, CHUNK)
 
 
-def assert_ranks_are_as_one(checkpoint: Checkpoint, size: int) -> list[list[int]]:
-    found = texts(checkpoint.config, checkpoint.weights(), size)
+def assert_ranks_are_as_one(checkpoint: Checkpoint, size: int, num_stages: int = 1) -> list[list[int]]:
+    found = texts(checkpoint.config, checkpoint.weights(), size, num_stages=num_stages)
     assert found == texts(checkpoint.config, checkpoint.weights(), 1)
     return found
+
+
+def assert_right(checkpoint: Checkpoint, found: list[list[int]]) -> None:
+    """Compare greedy answers with transformers'."""
+    oracle = load_oracle(checkpoint.path)
+    for asked, answer in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([asked])
+        right = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
+        assert answer == right[0, len(asked) :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -88,12 +100,17 @@ def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
     opened: Callable[..., Checkpoint], family: str, size: int, shape: dict[str, int]
 ) -> None:
     checkpoint = opened(family, **shape)
-    found = assert_ranks_are_as_one(checkpoint, size)
-    oracle = load_oracle(checkpoint.path)
-    for asked, answer in zip(PROMPTS, found, strict=True):
-        ids = torch.tensor([asked])
-        right = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
-        assert answer == right[0, len(asked) :].tolist()
+    assert_right(checkpoint, assert_ranks_are_as_one(checkpoint, size))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_stages"), [(LLAMA, 2), (LLAMA, 3), ("qwen3", 2), ("gemma3", 2), ("gemma3", 4), ("qwen3-moe", 2)]
+)
+def test_pipeline_stages_draw_the_tokens_of_one_rank_and_of_transformers(
+    opened: Callable[..., Checkpoint], family: str, num_stages: int
+) -> None:
+    checkpoint = opened(family)
+    assert_right(checkpoint, assert_ranks_are_as_one(checkpoint, 1, num_stages))
 
 
 @pytest.mark.long
@@ -102,11 +119,49 @@ def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., 
     assert_ranks_are_as_one(opened(family), 2)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipeline_stages_draw_the_tokens_of_one_rank_in_each_family(
+    opened: Callable[..., Checkpoint], family: str
+) -> None:
+    assert_ranks_are_as_one(opened(family), 1, 2)
+
+
 def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoint]) -> None:
     checkpoint = opened(LLAMA)
     whole = weight_total(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
     with thread_ranks(2, checkpoint.config, checkpoint.weights(), torch.float32, NUM_PAGES) as ranks:
         assert [weight_total(model) for model in ranks.models] == pytest.approx([whole / 2] * 2, rel=0.03)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_pipeline_stage_reads_its_layers_and_what_is_before_or_behind_them(
+    opened: Callable[..., Checkpoint], tied: bool
+) -> None:
+    checkpoint = opened(LLAMA, num_hidden_layers=4, tie_word_embeddings=tied)
+    read = [set[str]() for _ in range(3)]
+
+    def noting(stage: int, name: str, stored: Stored) -> Stored:
+        return replace(stored, read=lambda part: read[stage].add(name) or stored.read(part))
+
+    slots = torch.zeros(slots_bytes(rank_at(0, 1, 3)), dtype=torch.uint8)
+    for index in range(3):
+        rank = rank_at(index, 1, 3)
+        weights = {name: noting(rank.stage, name, stored) for name, stored in checkpoint.weights().items()}
+        load_rank(checkpoint.config, weights, torch.float32, ranks_of(rank, slots, [], 1.0))
+    layers = [{int(name.split(".")[2]) for name in names if name.startswith("model.layers.")} for names in read]
+    assert layers == [{0}, {1}, {2, 3}]
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    others = [names & {embedding, head} for names in read]
+    assert others == ([{embedding}, set(), {embedding}] if tied else [{embedding}, set(), {head}])
+
+
+def test_stages_share_out_layers_as_evenly_as_their_number_lets_them() -> None:
+    for num_layers in range(1, 20):
+        for num_stages in range(1, num_layers + 1):
+            found = [Rank(stage=stage, num_stages=num_stages).layers(num_layers) for stage in range(num_stages)]
+            assert [layer for of in found for layer in of] == list(range(num_layers))
+            assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_scores_are_those_of_one_rank_whatever_others_hold_in_place_of_the_gathered_logits(
@@ -125,6 +180,16 @@ def test_scores_are_those_of_one_rank_whatever_others_hold_in_place_of_the_gathe
         found = ranks.run(StepPlan((chunk,))).pooled
     expected = Runner(load_model(*given), NUM_PAGES, 16).run(StepPlan((chunk,))).pooled
     assert abs(frombuffer(found[0], "<f4") - frombuffer(expected[0], "<f4")).max() < 1e-4
+
+
+def test_vectors_of_pipeline_stages_are_those_of_one_rank(opened: Callable[..., Checkpoint]) -> None:
+    checkpoint = opened(LLAMA)
+    given = (checkpoint.config, checkpoint.weights(), torch.float32)
+    poolings = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
+    plan = StepPlan(tuple([Chunk(PROMPTS[0], 0, (PageId(i),), (), pooling=of) for i, of in enumerate(poolings)]))
+    with thread_ranks(1, *given, NUM_PAGES, 3) as ranks:
+        found = ranks.run(plan).pooled
+    assert found == Runner(load_model(*given), NUM_PAGES, 16).run(plan).pooled
 
 
 @pytest.fixture
@@ -149,6 +214,17 @@ def test_quantized_matrices_are_divided_in_whole_groups_and_decode_steps_are_pro
     in_groups = in_form(checkpoint.weights(), "int8")
     found = texts(checkpoint.config, in_groups, size)
     assert program_rows.count(3) > 4 * size
+    assert found == texts(checkpoint.config, in_groups, 1)
+
+
+@pytest.mark.parametrize("family", [LLAMA, "gemma3", "qwen3-moe"])
+def test_decode_programs_of_pipeline_stages_give_the_tokens_of_one_rank(
+    opened: Callable[..., Checkpoint], family: str, program_rows: list[int]
+) -> None:
+    checkpoint = opened(family)
+    in_groups = in_form(checkpoint.weights(), "int8")
+    found = texts(checkpoint.config, in_groups, 1, num_stages=3)
+    assert program_rows.count(3) > 4 * 3
     assert found == texts(checkpoint.config, in_groups, 1)
 
 
@@ -207,6 +283,15 @@ def test_experts_of_an_odd_number_of_features_are_refused_by_name(opened: Callab
 def test_what_no_rank_has_a_part_of_is_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: layers with a state are not divided"):
         check_divides(opened(family).config, 2)
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size: 2: layers with a state are not tried"):
+        check_divides(opened(family).config, 1, 2)
+
+
+def test_more_stages_than_layers_are_refused_by_name(opened: Callable[..., Checkpoint]) -> None:
+    config = opened(LLAMA).config
+    check_divides(config, 1, 3)
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size: 4: the model has 3 layers"):
+        check_divides(config, 1, 4)
 
 
 @pytest.mark.parametrize("family", [LLAMA, "qwen2-moe", "gpt-oss", "olmo2"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.engine.runner import Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.loading import describe_layout
-from pdserve.executor.rank_sums import ranks_of, slots_bytes
+from pdserve.executor.rank_sums import rank_at, ranks_of, slots_bytes
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
@@ -21,6 +21,7 @@ from pdserve.model.ops import times
 from pdserve.model.weights import Rank, Weights
 
 LIMIT_S = 60.0
+PAGE_SIZE = 16
 SWITCH_S = 1e-4  # threads that wait for each other would each wait for Python's lock
 
 
@@ -58,23 +59,24 @@ class ThreadRanks:
 
 @contextmanager
 def thread_ranks(
-    size: int, config: ModelConfig, weights: Weights, dtype: torch.dtype, num_pages: int, page_size: int = 16
+    size: int, config: ModelConfig, weights: Weights, dtype: torch.dtype, num_pages: int, num_stages: int = 1
 ) -> Iterator[ThreadRanks]:
     name = str(dtype).removeprefix("torch.")
-    page_bytes = describe_layout(config, "", page_size, name, "cpu").page_bytes
+    page_bytes = describe_layout(config, "", PAGE_SIZE, name, "cpu").page_bytes
     memory = zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))
 
-    slots = torch.zeros(slots_bytes(size), dtype=torch.uint8)
+    ranks = [rank_at(index, size, num_stages) for index in range(size * num_stages)]
+    slots = torch.zeros(slots_bytes(ranks[0]), dtype=torch.uint8)
 
-    def load(index: int) -> Model:
-        return load_rank(config, weights, dtype, ranks_of(Rank(index, size), slots, [], LIMIT_S))
+    def load(rank: Rank) -> Model:
+        return load_rank(config, weights, dtype, ranks_of(rank, slots, [], LIMIT_S))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        with ThreadPoolExecutor(size) as threads:
-            models = list(threads.map(load, range(size)))
-            runners = [Runner(model, num_pages, page_size, memory=memory) for model in models]
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            models = list(threads.map(load, ranks))
+            runners = [Runner(model, num_pages, PAGE_SIZE, memory=memory) for model in models]
             yield ThreadRanks(threads, models, runners)
     finally:
         sys.setswitchinterval(before)

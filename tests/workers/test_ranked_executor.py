@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 from greedy_runs import spec
+from looking import until
 from model_zoo import write_model
 from numpy import frombuffer
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,7 @@ from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
 from pdserve.worker.server import ending_on_broken_device
 
+TENSOR, PIPELINE = BY = ("tensor_parallel_size", "pipeline_parallel_size")
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
 POOLINGS = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
@@ -37,11 +39,11 @@ SCORED = StepPlan((Chunk((1, 2, 3), 0, (PageId(5),), (), targets=Targets((2, 3),
 VECTORS = StepPlan(tuple([Chunk((1, 2, 3), 0, (PageId(i),), (), pooling=of) for i, of in enumerate(POOLINGS)]))
 
 
-def config_of(folder: Path, size: int = 2, **settings: object) -> WorkerConfig:
+def config_of(folder: Path, size: int = 2, by: str = TENSOR, **settings: object) -> WorkerConfig:
     model = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "max_position_embeddings": 64, **SHAPE}
     (folder / "config.json").write_text(json.dumps(model))
     given = {"model": str(folder), "worker_id": "w", "routers": ("host:1",), "secret_file": folder, "role": "decode"}
-    own = {"num_pages": 8, "load_format": "dummy", "dtype": "float32", "tensor_parallel_size": size}
+    own = {"num_pages": 8, "load_format": "dummy", "dtype": "float32", by: size}
     return WorkerConfig.model_validate({**given, **own, **settings})
 
 
@@ -85,10 +87,11 @@ def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
 
 
-def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", BY)
+def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by: str) -> None:
     found, vectors, scored, guessed = [], [], [], []
     for size in (1, 2):
-        with executor_of(config_of(tmp_path, size)) as executor:
+        with executor_of(config_of(tmp_path, size, by)) as executor:
             assert len(ranks()) == size - 1
             (region,) = executor.regions
             first = executor.start(PLAN)
@@ -110,9 +113,9 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) ->
     assert not ranks()
 
 
-@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize(("by", "has_library"), [(TENSOR, True), (TENSOR, False), (PIPELINE, True)])
 def test_a_step_that_fails_where_others_wait_is_a_broken_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_library: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, has_library: bool
 ) -> None:
     if not has_library:
         lose_library(monkeypatch)
@@ -123,29 +126,31 @@ def test_a_step_that_fails_where_others_wait_is_a_broken_device(
 
     monkeypatch.setattr(loading, "Runner", Failing)
     with (
-        executor_of(config_of(tmp_path)) as executor,
+        executor_of(config_of(tmp_path, by=by)) as executor,
         pytest.raises(DeviceError, match="ZeroDivisionError: 7; then: rank 1: it waits"),
     ):
         executor.start(PLAN).result(60)
     assert not ranks()
 
 
-def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", BY)
+def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path, by: str) -> None:
     wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
     plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(wrong,))))
-    with executor_of(config_of(tmp_path)) as executor:
+    with executor_of(config_of(tmp_path, by=by)) as executor:
         result = executor.start(plan).result(60)
         alone = executor.start(StepPlan(plan.chunks[:1])).result(60)
     assert list(result.failed) == [1]
     assert tokens_of(result)[0] == tokens_of(alone)[0]
 
 
-def test_a_prompt_whose_vector_is_not_finite_fails_alone_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", BY)
+def test_a_prompt_whose_vector_is_not_finite_fails_alone_on_two_ranks(tmp_path: Path, by: str) -> None:
     folder = write_model("llama3", tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with executor_of(config_of(tmp_path, model=str(folder), load_format="auto")) as executor:
+    with executor_of(config_of(tmp_path, by=by, model=str(folder), load_format="auto")) as executor:
         expected = tokens_of(executor.start(StepPlan(PLAN.chunks[:1])).result(60))
         for pooling in POOLINGS:
             wrong = Chunk((7, 8), 0, (PageId(1),), (), pooling=pooling)
@@ -159,6 +164,7 @@ def test_a_prompt_whose_vector_is_not_finite_fails_alone_on_two_ranks(tmp_path: 
     [
         ({"quantization": "int8"}, r"mlp\.gate_proj\.weight: 32 in units of 32 cannot be split over 2 ranks"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size: 8: 4 heads, 4 of them of keys"),
+        ({TENSOR: 1, PIPELINE: 3}, "pipeline_parallel_size: 3: the model has 2 layers"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path, settings: dict[str, object], problem: str) -> None:
@@ -170,10 +176,24 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path, settings: dic
     assert not ranks()
 
 
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("device", ["cuda", "interpreter"])
-def test_ranks_on_devices_that_nobody_has_tried_are_refused(tmp_path: Path, device: str) -> None:
-    with pytest.raises(ValueError, match=f"tensor_parallel_size: 2 is refused: a worker on {device} has one device"):
-        config_of(tmp_path, device=device)
+def test_ranks_on_devices_that_nobody_has_tried_are_refused(tmp_path: Path, device: str, by: str) -> None:
+    with pytest.raises(ValueError, match=f"{by}: 2 is refused: a worker on {device} has one device"):
+        config_of(tmp_path, by=by, device=device)
+
+
+def test_stages_of_several_ranks_each_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size: 2 is not served with tensor_parallel_size 2 yet"):
+        config_of(tmp_path, tensor_parallel_size=2, by=PIPELINE)
+
+
+def test_stages_on_a_machine_without_a_compiler_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_library(monkeypatch)
+    config = config_of(tmp_path, by=PIPELINE)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: 2: pipeline stages need the compiled C library"):
+        build_engine(config, open_model(config), b"secret", lambda _: None)
+    assert not ranks()
 
 
 def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
@@ -193,18 +213,23 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
 
 
-def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path) -> None:
-    with executor_of(config_of(tmp_path, stalled_step_s=1.0)) as executor:
+@pytest.mark.parametrize(
+    ("by", "problem"),
+    [(TENSOR, "rank 1: it took no part in a sum for 1 s"), (PIPELINE, "pipeline stage 0: it took no part in a step")],
+)
+def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path, by: str, problem: str) -> None:
+    with executor_of(config_of(tmp_path, by=by, stalled_step_s=1.0)) as executor:
         executor.start(PLAN).result(60)
         (rank,) = ranks()
         rank.suspend()
-        with pytest.raises(DeviceError, match="rank 1: it took no part in a sum for 1 s; then: rank 1: it waits"):
+        with pytest.raises(DeviceError, match=f"{problem}.*; then: rank 1: it waits"):
             executor.start(PLAN).result(60)
     assert not ranks()
 
 
-def test_a_rank_that_is_frozen_for_a_while_computes_the_same_step(tmp_path: Path) -> None:
-    with executor_of(config_of(tmp_path)) as executor:
+@pytest.mark.parametrize("by", BY)
+def test_a_rank_that_is_frozen_for_a_while_computes_the_same_step(tmp_path: Path, by: str) -> None:
+    with executor_of(config_of(tmp_path, by=by)) as executor:
         before = tokens_of(executor.start(PLAN).result(60))
         (rank,) = ranks()
         rank.suspend()
@@ -223,6 +248,42 @@ def test_ranks_of_a_machine_without_a_compiler_compute_the_same(
     lose_library(monkeypatch)
     with executor_of(config_of(tmp_path)) as executor:
         assert (tokens_of(executor.start(PLAN).result(60)), with_guesses(executor)) == expected
+
+
+class Watching(Runner):
+    """The last of two stages: its part of a step in page 3 ends once the first stage has computed page 5."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        try:
+            return super().run(plan)
+        finally:
+            if any(chunk.pages[0] == 3 for chunk in plan.chunks):
+                until(lambda: self.kv[5, 0].any() or None)
+                assert not self.kv[5, 1].any()
+
+
+def test_the_first_stage_computes_a_known_step_while_the_last_one_computes_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [StepPlan((Chunk((1, 2, 3), 0, (PageId(page),), (spec(),)),)) for page in (3, 5)]
+    monkeypatch.setattr(loading, "Runner", Watching)
+    with executor_of(config_of(tmp_path, by=PIPELINE)) as executor:
+        steps = [executor.start(plan) for plan in plans]
+        first, second = (tokens_of(step.result(60)) for step in steps)
+        assert first == second
+
+
+def test_a_step_that_fails_behind_another_one_is_a_broken_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
+    plans = [StepPlan((Chunk((1, 2, 3), 0, (PageId(page),), (wrong,)),)) for page in (3, 5)]
+    monkeypatch.setattr(loading, "Runner", Watching)
+    with executor_of(config_of(tmp_path, by=PIPELINE)) as executor:
+        first, _ = (executor.start(plan) for plan in plans)
+        with pytest.raises(DeviceError, match="a step has failed that other pipeline stages have left behind"):
+            first.result(60)
+    assert not ranks()
 
 
 def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
     BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING, RANKS_SUM, RANKS_GATHER,
-    PRODUCT_HEADS
+    PRODUCT_HEADS, RANKS_PASS
 };
 
 struct step;
@@ -69,7 +69,7 @@ typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t 
 work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16,
     pdserve_coding, pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks,
     pdserve_logits, pdserve_routing, pdserve_grouping, pdserve_gathering, pdserve_experts, pdserve_experts_coding,
-    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather, pdserve_product_heads;
+    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather, pdserve_product_heads, pdserve_ranks_pass;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;

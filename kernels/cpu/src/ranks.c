@@ -1,4 +1,4 @@
-/* Sums and gathered rows over the ranks of a worker, which are processes, in memory that all of them map.
+/* Sums, gathered rows and passed rows of the ranks of a worker, which are processes, in memory that all of them map.
  *
  * Each rank has a slot with two parts, which it writes in turn. In an exchange a rank writes a part, publishes its
  * number, waits until all others have published theirs, and reads the parts in the order of ranks. So all ranks get the
@@ -149,4 +149,20 @@ void pdserve_ranks_gather(const struct call *call, int64_t rows, int64_t begin, 
             for (int64_t rank = 0; rank < ranks->size && !ranks->index; rank++)
                 memcpy(out + starts[rank] * size, ranks->slots[rank].parts[part], (size_t)(counts[rank] * size));
         }
+}
+
+/* Copies x of the first of two ranks into out of the second: rows of `width` bytes, without gaps. All work is one
+ * unit. The first rank waits, too, so it is never more than a call ahead. */
+void pdserve_ranks_pass(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    struct ranks *ranks = call->ranks;
+    const int64_t total = rows * call->width;
+    (void)begin, (void)end;
+    for (int64_t first = 0; first < total; first += PART_BYTES) {
+        const int64_t count = total - first < PART_BYTES ? total - first : PART_BYTES;
+        const int part = exchange(ranks, (const char *)call->x + first, ranks->index ? 0 : count);
+        if (part < 0)
+            return;
+        if (ranks->index)
+            memcpy((char *)call->out + first, ranks->slots[0].parts[part], (size_t)count);
+    }
 }

@@ -21,7 +21,8 @@ int64_t pdserve_units_of(const struct call *call, int64_t rows) {
     case EXPERTS: return pdserve_units_experts(call, rows);
     case SUMMING: return pdserve_units_summing(call, rows);
     case RANKS_SUM:
-    case RANKS_GATHER: return 1;
+    case RANKS_GATHER:
+    case RANKS_PASS: return 1;
     case PRODUCT_HEADS: return pdserve_units_heads(call, rows);
     default: return rows;
     }
@@ -37,7 +38,7 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [GROUPING] = pdserve_grouping, [GATHERING] = pdserve_gathering, [EXPERTS] = pdserve_experts,
         [EXPERTS_CODING] = pdserve_experts_coding, [SUMMING] = pdserve_summing,
         [RANKS_SUM] = pdserve_ranks_sum, [RANKS_GATHER] = pdserve_ranks_gather,
-        [PRODUCT_HEADS] = pdserve_product_heads,
+        [PRODUCT_HEADS] = pdserve_product_heads, [RANKS_PASS] = pdserve_ranks_pass,
     };
     works[call->kind](call, rows, begin, end);
 }
@@ -50,7 +51,8 @@ static int is_worth_threads(const struct call *call, int64_t rows) {
     case LOOKUP_QUANTIZED: return rows * call->inputs >= WORTH_THREADS;
     case PLACING: return pdserve_attention_is_long(call);
     case RANKS_SUM:
-    case RANKS_GATHER: return 0;
+    case RANKS_GATHER:
+    case RANKS_PASS: return 0;
     default: return 1;
     }
 }

@@ -1,0 +1,128 @@
+"""The other pipeline stages begin steps in the order in which the last one computes them, and some of them ahead."""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.base.errors import DeviceError
+from pdserve.base.ids import PageId
+from pdserve.engine.step import Chunk, Phase, StepPlan
+from pdserve.executor.steps_ahead import StepsAhead
+from pdserve.protocol.pooling import Pooling
+
+KINDS = ("known", "sampled before", "copies", "vector")
+
+
+def plan_of(number: int, kind: str) -> StepPlan:
+    """Return a step of two chunks that says which one it is."""
+    chunk = Chunk((number,), 0, (PageId(number),), ())
+    match kind:
+        case "sampled before":
+            return StepPlan((chunk, replace(chunk, phase=Phase.DECODE, previous=0)))
+        case "vector":
+            return StepPlan((chunk, replace(chunk, pooling=Pooling("last"))))
+        case "copies":
+            return StepPlan((chunk, chunk), ((PageId(1), PageId(2)),))
+        case _:
+            return StepPlan((chunk, chunk))
+
+
+class Stages:
+    """The last stage, and what the others are told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.ahead = StepsAhead(lambda plan: self.told.append(plan.chunks[0].token_ids[0]))
+        self.under_way: deque[StepPlan] = deque()
+
+    def start(self, plan: StepPlan) -> None:
+        self.under_way.append(plan)
+        self.ahead.start(plan)
+
+    def compute(self, *, in_halves: bool = False) -> int:
+        """Begin the oldest step, whole or in halves; return its number."""
+        given = self.under_way[0].chunks
+        chunks = tuple([chunk if chunk.previous is None else replace(chunk, previous=None) for chunk in given])
+        for part in (chunks[:1], chunks[1:]) if in_halves else (chunks,):
+            self.ahead.begin(StepPlan(part))
+        return given[0].token_ids[0]
+
+    def end(self) -> None:
+        self.under_way.popleft()
+        self.ahead.end()
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.booleans()), min_size=1, max_size=8))
+def test_others_begin_steps_in_the_order_in_which_the_last_stage_computes_them(steps: Seq[tuple[str, bool]]) -> None:
+    stages, computed = Stages(), list[int]()
+    waiting = deque((plan_of(number, kind), is_halved) for number, (kind, is_halved) in enumerate(steps, 1))
+    halved = deque(is_halved for _, is_halved in waiting)
+    with suppress(DeviceError):
+        while waiting or stages.under_way:
+            while waiting and len(stages.under_way) < 2:
+                stages.start(waiting.popleft()[0])
+            in_halves = halved.popleft()
+            number = stages.compute(in_halves=in_halves)
+            computed += [number] * (1 + in_halves)
+            stages.end()
+    stages.ahead.close()
+    assert stages.told[: len(computed)] == computed
+    assert len(stages.told) <= len(computed) + 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_ahead"),
+    [
+        ("known", "known", True),
+        ("sampled before", "known", True),
+        ("copies", "known", True),
+        ("known", "vector", True),
+        ("known", "sampled before", False),
+        ("known", "copies", False),
+        ("vector", "known", False),
+    ],
+)
+def test_a_step_is_begun_ahead_only_where_all_of_it_is_known_and_the_one_before_is_not_computed_again(
+    first: str, second: str, is_ahead: bool
+) -> None:
+    stages = Stages()
+    stages.start(plan_of(1, first))
+    stages.start(plan_of(2, second))
+    stages.compute()
+    stages.ahead.close()
+    assert stages.told == [1, 2][: 1 + is_ahead]
+
+
+def test_nothing_is_begun_ahead_of_a_step_that_is_computed_in_halves() -> None:
+    stages = Stages()
+    stages.start(plan_of(1, "known"))
+    stages.start(plan_of(2, "known"))
+    stages.compute(in_halves=True)
+    stages.ahead.close()
+    assert stages.told == [1, 1]
+
+
+def test_nothing_is_begun_ahead_of_a_step_whose_turn_has_come() -> None:
+    stages = Stages()
+    stages.start(plan_of(1, "known"))
+    stages.start(plan_of(2, "copies"))
+    stages.compute()
+    stages.end()
+    stages.start(plan_of(3, "known"))
+    stages.ahead.close()
+    assert stages.told == [1]
+
+
+def test_a_step_that_is_computed_again_when_others_have_begun_the_next_one_is_a_broken_device() -> None:
+    stages = Stages()
+    stages.start(plan_of(1, "known"))
+    stages.start(plan_of(2, "known"))
+    stages.compute()
+    with pytest.raises(DeviceError):
+        stages.compute(in_halves=True)
+    stages.ahead.close()
