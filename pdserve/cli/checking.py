@@ -25,6 +25,7 @@ def check_model(
     quantization: Annotated[Quantization, typer.Option(help="Form of the weights.")] = "auto",
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model is served, what it needs, and what fits on this machine. Starts nothing.
@@ -34,7 +35,15 @@ def check_model(
     from pdserve.executor.footprint import Choices, footprint_of
 
     size = page_size or (GPU_PAGE_SIZE if device == "cuda" else PAGE_SIZE)
-    choices = Choices(device, dtype, kv_cache_dtype, quantization, size, tensor_parallel_size=tensor_parallel_size)
+    choices = Choices(
+        device,
+        dtype,
+        kv_cache_dtype,
+        quantization,
+        size,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+    )
     try:
         fit = footprint_of(fetched(model), choices)
     except ConfigError as error:
@@ -55,8 +64,9 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     yield "family", f"{fit.architecture}: served"
     yield "parameters", f"{fit.num_parameters:,}"
     yield "weights", f"{_size(fit.file_bytes)} in files, about {_size(fit.weight_bytes)} in memory"
-    if fit.tensor_parallel_size > 1:
-        yield "ranks", f"{fit.tensor_parallel_size}: at most {_size(fit.rank_weight_bytes)} of the weights in each"
+    for name, size in (("ranks", fit.tensor_parallel_size), ("stages", fit.pipeline_parallel_size)):
+        if size > 1:
+            yield name, f"{size}: at most {_size(fit.rank_weight_bytes)} of the weights in each"
     yield "form", f"{form} ({fit.because})"
     yield "context", f"{fit.max_model_len:,} tokens"
     yield "KV", f"{len(fit.windows)} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"

@@ -110,21 +110,32 @@ class ReplicaFlags:
 
 @dataclass(frozen=True, slots=True)
 class RankFlags:
-    """Ranks of each worker, by role."""
+    """Ranks and pipeline stages of each worker, by role."""
 
     prefill_tp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a prefill worker.")] = None
     decode_tp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a decode worker.")] = None
+    prefill_pp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Stages of a prefill worker.")] = None
+    decode_pp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Stages of a decode worker.")] = None
 
     def over(
         self, given: Mapping[str, Mapping[str, object]], flags: Mapping[str, object], on: Platform
     ) -> dict[str, dict[str, object]]:
         """Return settings of workers, by role, with these in the place of what a file says. flags: of all workers."""
-        sizes = {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}
-        for role, size in sizes.items():
-            if size is not None and (on is Platform.RAY or "tensor_parallel_size" in flags):
-                raise ConfigError(f"--{role}-tp: goes neither with --on ray nor with --tensor-parallel-size")
-        own = {role: {} if size is None else {"tensor_parallel_size": size} for role, size in sizes.items()}
-        return {role: {**given.get(role, {}), **own.get(role, {})} for role in Role}
+        found: dict[str, dict[str, object]] = {role: dict(given.get(role, {})) for role in Role}
+        sizes = {
+            "tp": ("tensor_parallel_size", {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}),
+            "pp": ("pipeline_parallel_size", {Role.PREFILL: self.prefill_pp, Role.DECODE: self.decode_pp}),
+        }
+        for short, (name, of_roles) in sizes.items():
+            for role, size in of_roles.items():
+                if size is None:
+                    continue
+                if on is Platform.RAY or name in flags:
+                    raise ConfigError(
+                        f"--{role}-{short}: goes neither with --on ray nor with --{name.replace('_', '-')}"
+                    )
+                found[role][name] = size
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pdserve.settings.config import (
     KvCacheDtype,
     Quantization,
     kv_cache_problem,
+    ranks_problem,
 )
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
@@ -40,6 +41,7 @@ class Choices:
     page_size: int = PAGE_SIZE
     step_tokens: int = max(STEP_TOKENS.values())
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Footprint:
     device: str
     free_bytes: int
     has_chat_template: bool
+    pipeline_parallel_size: int
 
     @property
     def num_pages(self) -> int:
@@ -104,11 +107,12 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, checkpoint.weights())
-    if problem := kv_cache_problem(choices.kv_cache_dtype, device, choices.tensor_parallel_size):
+    sizes = choices.tensor_parallel_size, choices.pipeline_parallel_size
+    if problem := ranks_problem(*sizes, device) or kv_cache_problem(choices.kv_cache_dtype, device, *sizes):
         raise ConfigError(problem)
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
-    share = largest_share(config, choices.tensor_parallel_size)
+    share = largest_share(config, *sizes)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(checkpoint, weights, quantization, dtype)
     return Footprint(
@@ -137,6 +141,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,
+        pipeline_parallel_size=choices.pipeline_parallel_size,
     )
 
 

@@ -112,3 +112,17 @@ def test_a_served_model_is_told_in_lines(folder: Path, pdserve: Command) -> None
     assert lines["family"] == "MistralForCausalLM: served"
     assert lines["KV"] == "3 layers of 2 heads of 16; a query sees the last 96 tokens"
     assert lines["chat"] == "not served: the model has no chat template"
+
+
+def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_head(
+    folder: Path, pdserve: Command
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    behind = ("model.layers.1.", "model.layers.2.", "model.norm.", "lm_head.")  # of three layers
+    own = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(behind))
+    fit = footprint_of(folder, Choices(dtype="float32", pipeline_parallel_size=2))
+    assert fit.rank_weight_bytes == pytest.approx(4 * own, abs=4)
+    said = pdserve("models", "check", str(folder), "--dtype", "float32", "--pipeline-parallel-size", "2").stdout
+    assert "stages        2: at most" in said
+    refused = pdserve("models", "check", str(folder), "--pipeline-parallel-size", "4").stdout
+    assert "not served: pipeline_parallel_size: 4: the model has 3 layers" in refused

@@ -1,19 +1,20 @@
-"""Workers of two ranks each answer as transformers does. A rank ends with its worker, and a worker with its rank."""
+"""Workers of two ranks, or pipeline stages, answer as transformers does. A rank and its worker end together."""
 
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
 import pytest
-from live_cluster import LiveCluster, greedy, is_idle, live_cluster, load_of
+from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
 
 MANY = 600  # tokens, of an answer that goes on while a rank is ended
 LENGTHS = (1, 16, 40, 130, 300)
+BY = ("tp", "pp")
 FLOAT32 = ("--dtype", "float32", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "500")
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -29,10 +30,13 @@ def oracle(model: Path) -> PreTrainedModel:
     return load_oracle(model)
 
 
-@pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+@pytest.fixture(scope="module", params=BY)
+def cluster(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("ranks")
-    with live_cluster(folder, model, "--decode", "2", "--prefill-tp", "2", "--decode-tp", "2", *FLOAT32) as running:
+    sizes = (f"--prefill-{request.param}", "2", f"--decode-{request.param}", "2")
+    with live_cluster(folder, model, "--decode", "2", *sizes, *FLOAT32) as running:
         yield running
 
 
@@ -76,9 +80,10 @@ def test_when_a_rank_ends_its_worker_ends_and_its_requests_are_placed_again(
 
 def test_a_rank_that_is_frozen_in_an_answer_goes_on_with_it(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
     asked = prompt(60, "frozen")
+    cluster.wait_for(all_ready(3), 30)
+    frozen = [rank for name in ("decode-0", "decode-1") for rank in ranks_of(cluster, name)]
     call = cluster.start(greedy(asked, MANY))
     tokens = [token for _ in range(5) for delta in next(call).deltas for token in delta.token_ids]
-    frozen = [rank for name in ("decode-0", "decode-1") for rank in ranks_of(cluster, name)]
     for rank in frozen:
         rank.suspend()
     try:
@@ -97,16 +102,44 @@ def test_a_rank_that_is_frozen_in_an_answer_goes_on_with_it(cluster: LiveCluster
     assert_right(oracle, asked, tokens, MANY)
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_prompts_that_meet_a_frozen_rank_are_answered_once_it_goes_on_or_ends(
+    cluster: LiveCluster, oracle: PreTrainedModel, is_ended: bool
+) -> None:
+    asked = [prompt(250, f"{number} {is_ended}") for number in range(8)]
+    cluster.wait_for(all_ready(3), 30)
+    (rank,) = ranks_of(cluster, "prefill-0")
+    rank.suspend()
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = [threads.submit(cluster.generate, greedy(each, 40)) for each in asked]
+        assert not wait(answers, 1.0).done
+        rank.kill() if is_ended else rank.resume()
+        found = [answer.result() for answer in answers]
+    for each, answer in zip(asked, found, strict=True):
+        assert_right(oracle, each, answer.tokens[0], 40)
+    cluster.wait_for(is_idle, 5)
+
+
 def test_a_rank_ends_with_its_worker(cluster: LiveCluster) -> None:
     (rank,) = ranks_of(cluster, "prefill-0")
     cluster.signal("prefill-0", signal.SIGKILL)
     rank.wait(5)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("--prefill-tp", "1", "--decode-tp", "2"),
+        ("--prefill-tp", "2", "--decode-tp", "1"),
+        ("--prefill-tp", "4", "--decode-tp", "2"),
+        ("--prefill-pp", "1", "--decode-pp", "2"),
+        ("--prefill-pp", "2", "--decode-pp", "1"),
+        ("--prefill-pp", "3", "--decode-pp", "2"),
+        ("--prefill-pp", "2", "--decode-tp", "2"),
+    ],
+)
 def test_pairs_of_other_degrees_answer_as_transformers_does(
-    model: Path, oracle: PreTrainedModel, sizes: tuple[int, int], tmp_path: Path
+    model: Path, oracle: PreTrainedModel, sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
-    prefill, decode = map(str, sizes)
-    with live_cluster(tmp_path, model, "--prefill-tp", prefill, "--decode-tp", decode, *FLOAT32) as running:
+    with live_cluster(tmp_path, model, *sizes, *FLOAT32) as running:
         assert_greedy(running, oracle)

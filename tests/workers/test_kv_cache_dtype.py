@@ -68,6 +68,7 @@ def test_models_check_takes_the_flag(tmp_path: Path) -> None:
         ({"device": "cuda"}, "kv_cache_dtype: int8 is served on a CPU, not on cuda"),
         ({"device": "interpreter"}, "kv_cache_dtype: int8 is served on a CPU, not on interpreter"),
         ({"tensor_parallel_size": 2}, "kv_cache_dtype: int8 is served by one rank"),
+        ({"pipeline_parallel_size": 2}, "kv_cache_dtype: int8 is served by one rank"),
     ],
 )
 def test_what_no_worker_does_so_is_refused_by_its_key(

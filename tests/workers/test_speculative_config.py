@@ -47,10 +47,12 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path) -> None:
         (DRAFT, {"device": "cuda"}, "speculative_config: device cuda"),
         (DRAFT, {"device": "interpreter"}, "speculative_config: device interpreter"),
         (DRAFT, {"tensor_parallel_size": 2}, "speculative_config: a worker of several ranks"),
+        (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: a worker of several ranks"),
         ('{"prompt_lookup_min": 9}', {}, "prompt-lookup-min: 9 is over prompt_lookup_max 8"),
         (NGRAM, {"device": "cuda"}, "speculative_config: device cuda"),
         (NGRAM, {"device": "interpreter"}, "speculative_config: device interpreter"),
         (NGRAM, {"tensor_parallel_size": 2}, "speculative_config: a worker of several ranks"),
+        (NGRAM, {"pipeline_parallel_size": 2}, "speculative_config: a worker of several ranks"),
     ],
 )
 def test_what_no_worker_does_is_refused_by_its_key(

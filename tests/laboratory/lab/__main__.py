@@ -141,13 +141,15 @@ def experts(
 def ranks(
     folder: Annotated[Path, typer.Argument(help="With the config.json of a model; weights are random.", exists=True)],
     quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
-    tensor_parallel_size: Annotated[int, typer.Option(min=2, help="Ranks, beside one.")] = 2,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, beside one.")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="Pipeline stages, beside one rank.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="That ranks share.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="In which both compute a step, in turn.")] = 40,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure steps of a worker with several ranks beside one rank with as many threads."""
-    found = list(measure_ranks(folder, tensor_parallel_size, threads, quantization, rounds))
+    """Measure steps of a worker with several ranks or stages beside one rank with as many threads."""
+    sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    found = list(measure_ranks(folder, sizes, threads, quantization, rounds))
     title = f"steps of sequences x tokens, weights {quantization}, {threads} threads"
     show(json_file, found, title, "wall clock of a step")
 

@@ -1,7 +1,9 @@
-"""What steps take with one rank and with several, which share a worker's threads, in turn."""
+"""What steps take with one rank and with several, or with pipeline stages, which share a worker's threads, in turn."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -11,6 +13,7 @@ from pdserve.base.ids import PageId
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan
+from pdserve.executor.executor import Executor
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
@@ -18,6 +21,7 @@ from pdserve.worker.boot import build_engine, open_model
 _CONTEXT, _PAGE_SIZE = 512, 16  # tokens
 _MOST = 16  # sequences
 _STEPS = ((1, 1), (8, 1), (_MOST, 1), (1, _CONTEXT))  # sequences, tokens of each
+_CHUNK = 64  # of a prompt that takes several steps
 _WARM_UP = 2  # rounds
 
 
@@ -25,37 +29,60 @@ _WARM_UP = 2  # rounds
 class RankTimes:
     """Milliseconds of a step, and the median of the rounds' ratios."""
 
-    step: str
+    step: str  # or several, two of which are under way
     one_ms: float
     ranks_ms: float
     ranks_to_one: float
 
 
 def measure_ranks(
-    folder: Path, num_ranks: int, num_threads: int, form: ChosenQuantization, rounds: int
+    folder: Path, sizes: dict[str, int], num_threads: int, form: ChosenQuantization, rounds: int
 ) -> Iterator[RankTimes]:
-    """Measure steps of random weights in bfloat16. folder: with the model's config.json."""
+    """Measure steps of random weights in bfloat16. folder: with the model's config.json. sizes: settings of ranks."""
     with ExitStack() as ends:
         executors = []
-        for size in (1, num_ranks):
+        for own in ({}, sizes):
             config = WorkerConfig.model_validate({
                 "model": str(folder), "worker_id": "w", "routers": ("none:1",), "secret_file": folder, "role": "mixed",
                 "load_format": "dummy", "dtype": "bfloat16", "quantization": form, "num_threads": num_threads,
-                "tensor_parallel_size": size, "num_pages": _MOST * (_CONTEXT // _PAGE_SIZE + 1),
+                "num_pages": _MOST * (_CONTEXT // _PAGE_SIZE + 1), **own,
             })  # fmt: skip
             executors.append(build_engine(config, open_model(config), b"none", lambda _: None).executor)
             ends.callback(executors[-1].close)
-        for count, length in _STEPS:
-            plan, taken = _plan(count, length), list[list[float]]()
+        plans = {f"{count} x {length}": [_plan(count, length)] for count, length in _STEPS}
+        plans[f"1 x {_CONTEXT} in {_CONTEXT // _CHUNK}"] = _prompt()
+        for name, steps in plans.items():
+            taken = list[list[float]]()
             for _ in range(_WARM_UP + rounds):
                 begun_s = [perf_counter()]
                 for executor in executors:
-                    executor.start(plan).result()
+                    _compute(executor, steps)
                     begun_s.append(perf_counter())
                 taken.append([1e3 * (end - begin) for begin, end in pairwise(begun_s)])
             one_ms, ranks_ms = (median(column) for column in zip(*taken[_WARM_UP:], strict=True))
             ratio = median(each[1] / each[0] for each in taken[_WARM_UP:])
-            yield RankTimes(step=f"{count} x {length}", one_ms=one_ms, ranks_ms=ranks_ms, ranks_to_one=ratio)
+            yield RankTimes(step=name, one_ms=one_ms, ranks_ms=ranks_ms, ranks_to_one=ratio)
+
+
+def _compute(executor: Executor, plans: Sequence[StepPlan]) -> None:
+    """Compute steps, with two under way, as a worker's loop does."""
+    under_way = deque([executor.start(plan) for plan in plans[:2]])
+    for plan in plans[2:]:
+        under_way.popleft().result()
+        under_way.append(executor.start(plan))
+    for step in under_way:
+        step.result()
+
+
+def _prompt() -> list[StepPlan]:
+    """Return the steps of a prompt, of which the last one samples."""
+    (whole,) = _plan(1, _CONTEXT).chunks
+    chunks = []
+    for start in range(0, _CONTEXT, _CHUNK):
+        end = start + _CHUNK
+        samples = whole.samples if end == _CONTEXT else ()
+        chunks.append(replace(whole, token_ids=whole.token_ids[start:end], start=start, samples=samples))
+    return [StepPlan((replace(chunk, pages=chunk.pages[: (chunk.start + _CHUNK) // _PAGE_SIZE]),)) for chunk in chunks]
 
 
 def _plan(count: int, length: int) -> StepPlan:
