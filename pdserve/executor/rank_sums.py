@@ -105,9 +105,9 @@ def ranks_of(rank: Rank, slots: Tensor, channels: Sequence[Channel], limit_s: fl
     return SharedRanks(rank, RankMemory(slots, rank.index, rank.size, limit_s), Immediate(loaded), limit_s)
 
 
-def slots_bytes(rank: Rank) -> int:
+def slots_bytes(num_ranks: int, num_stages: int = 1) -> int:
     """Return the bytes in which all ranks meet: a slot for each, or two for each two neighbouring stages."""
-    return SLOT_BYTES * (rank.size if rank.num_stages == 1 else 2 * (rank.num_stages - 1))
+    return SLOT_BYTES * (num_ranks if num_stages == 1 else 2 * (num_stages - 1))
 
 
 def rank_at(index: int, num_ranks: int, num_stages: int) -> Rank:

@@ -54,10 +54,10 @@ class Followers:
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         size, has_library = config.num_ranks, not isinstance(library(), Missing)
-        rank = rank_at(0, config.tensor_parallel_size, config.pipeline_parallel_size)
-        if rank.num_stages > 1 and not has_library:
+        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+        if config.pipeline_parallel_size > 1 and not has_library:
             raise ConfigError(f"pipeline_parallel_size: {size}: pipeline stages need the compiled C library")
-        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(rank))
+        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(*sizes))
         try:
             for index in range(1, size):
                 child = _started(memory, slots)
@@ -73,7 +73,7 @@ class Followers:
         finally:
             self.pages: Tensor = mapped_pages(memory)
             channels = [channel for _, channel in self._children]
-            self.ranks = ranks_of(rank, mapped_pages(slots), channels, config.stalled_step_s)
+            self.ranks = ranks_of(rank_at(0, *sizes), mapped_pages(slots), channels, config.stalled_step_s)
 
     def meet(self) -> None:
         """Wait until all have loaded. ConfigError says what one of them has refused."""

@@ -144,7 +144,7 @@ def test_each_pipeline_stage_reads_its_layers_and_what_is_before_or_behind_them(
     def noting(stage: int, name: str, stored: Stored) -> Stored:
         return replace(stored, read=lambda part: read[stage].add(name) or stored.read(part))
 
-    slots = torch.zeros(slots_bytes(rank_at(0, 1, 3)), dtype=torch.uint8)
+    slots = torch.zeros(slots_bytes(1, 3), dtype=torch.uint8)
     for index in range(3):
         rank = rank_at(index, 1, 3)
         weights = {name: noting(rank.stage, name, stored) for name, stored in checkpoint.weights().items()}

@@ -66,7 +66,7 @@ def thread_ranks(
     memory = zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))
 
     ranks = [rank_at(index, size, num_stages) for index in range(size * num_stages)]
-    slots = torch.zeros(slots_bytes(ranks[0]), dtype=torch.uint8)
+    slots = torch.zeros(slots_bytes(size, num_stages), dtype=torch.uint8)
 
     def load(rank: Rank) -> Model:
         return load_rank(config, weights, dtype, ranks_of(rank, slots, [], LIMIT_S))

@@ -20,11 +20,12 @@ from torch import Tensor
 from pdserve.base.errors import DeviceError
 from pdserve.executor import rank_sums
 from pdserve.executor.rank_frames import Channel
-from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of, slots_bytes
+from pdserve.executor.rank_sums import SharedRanks, SocketRanks, rank_at, ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.kernels.cpu.calls import Program
 from pdserve.kernels.cpu.library import library
+from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
 
 LIMIT_S = 60.0
@@ -60,7 +61,7 @@ def shared(size: int, limit_s: float = LIMIT_S) -> list[SharedRanks | SocketRank
     return [ranks_of(Rank(index, size), slots, [], limit_s) for index in range(size)]
 
 
-def of_each(all_ranks: Sequence[SharedRanks | SocketRanks], compute: Callable[[int], Tensor]) -> list[Tensor]:
+def of_each(all_ranks: Sequence[object], compute: Callable[[int], Tensor]) -> list[Tensor]:
     with ThreadPoolExecutor(len(all_ranks)) as threads:
         return list(threads.map(compute, range(len(all_ranks))))
 
@@ -121,6 +122,47 @@ def test_without_a_compiled_library_sockets_carry_sums_and_columns(size: int, mo
     for pair in pairs:
         for channel in pair:
             channel.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_stages=st.integers(2, 4),
+    shapes=st.lists(st.tuples(st.integers(1, 70), st.sampled_from([1, 33, 576, 3000])), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_rows_of_any_size_go_from_each_pipeline_stage_to_the_next_one_in_order(
+    num_stages: int, shapes: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    slots = torch.zeros(slots_bytes(1, num_stages), dtype=torch.uint8)
+    ranks = [rank_at(index, 1, num_stages) for index in range(num_stages)]
+    given_rows = [drawn(turn, shape, dtype) for turn, shape in enumerate(shapes)]
+
+    def passed(index: int) -> Tensor:
+        stages = ranks_of(ranks[index], slots, [], LIMIT_S)
+        assert isinstance(stages, Stages)
+        found = []
+        for turn, shape in enumerate(shapes):
+            x = given_rows[turn] if stages.rank.is_first else stages.receive(*shape, dtype) + 1
+            if not stages.rank.is_last:
+                stages.send(x)
+            found.append(x.flatten())
+        return torch.cat(found)
+
+    for rank, found in zip(ranks, of_each(ranks, passed), strict=True):
+        expected = given_rows
+        for _ in range(rank.stage):
+            expected = [x + 1 for x in expected]
+        assert torch.equal(found, torch.cat([x.flatten() for x in expected]))
+
+
+def test_a_neighbour_that_does_not_come_is_named() -> None:
+    slots = torch.zeros(slots_bytes(1, 3), dtype=torch.uint8)
+    middle = ranks_of(rank_at(2, 1, 3), slots, [], 0.2)
+    assert isinstance(middle, Stages)
+    middle.check()
+    middle.receive(3, 5, torch.float32)
+    with pytest.raises(DeviceError, match="pipeline stage 0: it took no part"):
+        middle.check()
 
 
 @contextmanager
