@@ -62,8 +62,8 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         hidden = self.hidden(token_ids, attention, rows, tap)
-        is_wanted = len(hidden) and self.rank.is_last
-        return self.logits(hidden) if is_wanted else hidden.new_empty((0, self.config.vocab_size))
+        has_logits = self.rank.is_last and len(hidden) > 0
+        return self.logits(hidden) if has_logits else hidden.new_empty((0, self.config.vocab_size))
 
     def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         hidden, num_layers = self._entering(token_ids), self.config.num_layers
