@@ -113,9 +113,10 @@ def test_an_answer_that_moves_to_another_type_goes_on_from_converted_pages(tmp_p
 
 
 @pytest.mark.long
-def test_a_worker_of_two_ranks_hands_over_to_one_of_another_type(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("by", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_worker_of_two_ranks_hands_over_to_one_of_another_type(tmp_path: Path, model: Path, by: str) -> None:
     own = own_flags(None, "int8")
-    own["prefill-0"] |= {"tensor_parallel_size": 2, "num_threads": 2}
+    own["prefill-0"] |= {by: 2, "num_threads": 2}
     engines = UnlikeEngines(model, (None, "int8"))
     asked, due = engines.untied(100, NUM_TOKENS)
     with wired_cluster(tmp_path, model, POOLS, FLAGS, own_flags=own) as cluster:
