@@ -122,19 +122,12 @@ class RankFlags:
     ) -> dict[str, dict[str, object]]:
         """Return settings of workers, by role, with these in the place of what a file says. flags: of all workers."""
         found: dict[str, dict[str, object]] = {role: dict(given.get(role, {})) for role in Role}
-        sizes = {
-            "tp": ("tensor_parallel_size", {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}),
-            "pp": ("pipeline_parallel_size", {Role.PREFILL: self.prefill_pp, Role.DECODE: self.decode_pp}),
-        }
-        for short, (name, of_roles) in sizes.items():
-            for role, size in of_roles.items():
-                if size is None:
-                    continue
-                if on is Platform.RAY or name in flags:
-                    raise ConfigError(
-                        f"--{role}-{short}: goes neither with --on ray nor with --{name.replace('_', '-')}"
-                    )
-                found[role][name] = size
+        for flag, size in _given(asdict(self)).items():
+            role, short = flag.split("_")
+            name = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}[short]
+            if on is Platform.RAY or name in flags:
+                raise ConfigError(f"--{role}-{short}: goes neither with --on ray nor with --{name.replace('_', '-')}")
+            found[role][name] = size
         return found
 
 

@@ -15,6 +15,7 @@ from pdserve.executor.memory import available_bytes
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import largest_share, needed_weights
+from pdserve.settings.combinations import ranks_problem
 from pdserve.settings.config import (
     PAGE_SIZE,
     STEP_TOKENS,
@@ -22,8 +23,6 @@ from pdserve.settings.config import (
     Dtype,
     KvCacheDtype,
     Quantization,
-    kv_cache_problem,
-    ranks_problem,
 )
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
@@ -108,7 +107,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, checkpoint.weights())
     sizes = choices.tensor_parallel_size, choices.pipeline_parallel_size
-    if problem := ranks_problem(*sizes, device) or kv_cache_problem(choices.kv_cache_dtype, device, *sizes):
+    if problem := ranks_problem(*sizes, device, choices.kv_cache_dtype):
         raise ConfigError(problem)
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)

@@ -13,6 +13,7 @@ from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
+from pdserve.settings.combinations import ranks_problem
 from pdserve.settings.speculative import SpeculativeSetting
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -315,7 +316,7 @@ class WorkerConfig(ServingConfig):
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
         sizes = self.tensor_parallel_size, self.pipeline_parallel_size
-        if problem := ranks_problem(*sizes, self.device) or kv_cache_problem(self.kv_cache_dtype, self.device, *sizes):
+        if problem := ranks_problem(*sizes, self.device, self.kv_cache_dtype):
             raise ValueError(problem)
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
@@ -335,26 +336,6 @@ class WorkerConfig(ServingConfig):
         if isinstance(given, Mapping) and given.get("device") == "cuda":
             return {"page_size": GPU_PAGE_SIZE, **given}
         return given
-
-
-def ranks_problem(num_ranks: int, num_stages: int, device: Device) -> str | None:
-    """Return why workers on such a device do not have so many ranks and pipeline stages, or None."""
-    sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
-    if num_ranks > 1 and num_stages > 1:
-        return f"pipeline_parallel_size: {num_stages} is not served with tensor_parallel_size {num_ranks} yet"
-    for name, size in sizes.items():
-        if size > 1 and device in ("cuda", "interpreter"):
-            return f"{name}: {size} is refused: a worker on {device} has one device"
-    return None
-
-
-def kv_cache_problem(asked: KvCacheDtype, device: Device, num_ranks: int, num_stages: int = 1) -> str | None:
-    """Return why workers on such a device do not keep K and V so, or None."""
-    if asked != "auto" and device not in ("auto", "cpu"):
-        return f"kv_cache_dtype: {asked} is served on a CPU, not on {device}"
-    if asked != "auto" and num_ranks * num_stages > 1:
-        return f"kv_cache_dtype: {asked} is served by one rank; for {num_ranks * num_stages}, auto is"
-    return None
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:
