@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.base.errors import EXTRAS
-from pdserve.net.rpc import join_address, split_address
+from pdserve.net.rpc import is_loopback, join_address, split_address
 from pdserve.settings.processor import choose_dtype, cpu_features, cpu_name
 
 
@@ -204,7 +204,7 @@ def cluster_port_findings(listeners: Listeners, expected: Mapping[str, frozenset
     for name, addresses in sorted(listeners.items()):
         bound = {at for address in addresses for at in _resolved(address)}
         missing = [address for address in expected.get(name, ()) if bound.isdisjoint(_resolved(address))]
-        exposed = sorted(address for address in addresses if not _is_loopback(address))
+        exposed = sorted(address for address in addresses if not is_loopback(address))
         shown = ", ".join(sorted(addresses)) or "nowhere"
         if missing:
             yield failed(f"ports of {name}", f"{shown}; not {', '.join(sorted(missing))}", "see its log")
@@ -239,7 +239,3 @@ def _resolved(address: str) -> set[tuple[str, int]]:
         return set()
     ends = [(str(end[0]), int(end[1])) for *_, end in found]
     return {("*" if ipaddress.ip_address(ip).is_unspecified else ip, port) for ip, port in ends}
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(split_address(address)[0]).is_loopback
