@@ -41,6 +41,11 @@ class Kind(IntEnum):
     RANKS_GATHER = 19
     PRODUCT_HEADS = 20
     RANKS_PASS = 21
+    CONVOLVING = 22
+    RECURRING = 23
+    KEEPING = 24
+    GATING = 25
+    SCALING = 26
 
 
 class Mixture(ctypes.Structure):
@@ -71,7 +76,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),
         ("mixture", Mixture),
         ("first", Size),
-        ("ranks", Pointer),
+        *((name, Pointer) for name in ("ranks", "states", "recurrence")),
         *((name, ctypes.c_uint64) for name in ("taken", "done")),
     )
 

@@ -4,7 +4,7 @@ A runner's pool has a row of elements for each page. A group of layers sees it a
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pdserve.engine.batch import PoolShape
 from pdserve.engine.states import States
+from pdserve.engine.states_compiled import CompiledStates
 from pdserve.kernels.kv_rows import KvRows
-from pdserve.model.attention import Advance, Attends
+from pdserve.model.attention import Attends, Recurs
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
 from pdserve.model.family import Model
@@ -35,7 +36,7 @@ class LayerKind:
 
 
 A = TypeVar("A", bound=Attends)
-B = TypeVar("B", bound=Attends)
+MakesStates = Callable[[Tensor, LayerGroup, Sequence[tuple[int, ...]]], States | CompiledStates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +46,26 @@ class ByLayer(Generic[A]):
     parts: tuple[A, ...]  # of each kind
     groups: tuple[int, ...]  # of each kind: whose pages it has
     places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in its group
-    states: States | None = None
+    states: States | CompiledStates | None = None
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.attention.Attends`."""
         kind, place = self.places[layer]
         return self.parts[kind].run(place, qkv, qk_norm, sinks)
 
-    def recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
+    def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
         """Compute a layer with a state; see `pdserve.model.attention.Attention`."""
         assert self.states is not None, "the model has a group of states"
-        return self.states.recur(layer, rows, advance)
-
-    def with_parts(self, parts: Iterable[B]) -> "ByLayer[B]":
-        return ByLayer(tuple(parts), self.groups, self.places, self.states)
+        return self.states.recur(layer, taken, of)
 
 
 def by_layer(
-    make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: Sequence[LayerGroup], rows: KvRows | None = None
+    make: Callable[[LayerKind], A],
+    model: Model,
+    kv: Tensor,
+    groups: Sequence[LayerGroup],
+    rows: KvRows | None = None,
+    make_states: MakesStates = States,
 ) -> ByLayer[A]:
     """Make an attention of each kind of layer that the model's rank has, over the heads that it has.
 
@@ -75,7 +78,7 @@ def by_layer(
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
         if group.has_states:
-            states = States(kv, group, config.design.state_parts)
+            states = make_states(kv, group, config.design.state_parts)
             continue
         view = pages_of(kv, config, group, rows.width)[:, :, :, heads]
         of_group = tuple([ropes[layer] for layer in group.layers])

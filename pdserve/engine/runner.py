@@ -25,16 +25,18 @@ from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.features import Features
-from pdserve.engine.layer_kinds import ByLayer, LayerKind, by_layer, pool_shape, pool_size
+from pdserve.engine.layer_kinds import ByLayer, LayerKind, MakesStates, by_layer, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.pooling import check_finite, pooled
 from pdserve.engine.sampler import Sampler, score
+from pdserve.engine.states import States
+from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import HeadTiles, Tiles
-from pdserve.kernels.cpu.library import library
+from pdserve.kernels.cpu.library import DTYPES, library
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
@@ -75,9 +77,11 @@ class LaunchingRunner(EngineRunner, Protocol):
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     program: Program
+    keeping: Program  # writes the states that a step leaves
     token_ids: Tensor  # int64 [rows]
     logits: Tensor  # [rows, vocab_size]
     tap: Tap
+    attention: object  # has memory that the programs use
 
 
 class DecodePrograms:
@@ -108,26 +112,33 @@ class DecodePrograms:
         recorded = self._recorded
         recorded.token_ids.numpy()[:num_rows] = token_ids
         recorded.program.run(num_rows)
+        if isinstance(self._attention.states, CompiledStates):
+            self._attention.states.computed(recorded.keeping, num_rows)
         return recorded.logits[:num_rows], recorded.tap
 
     def _record(self, num_rows: int, features: Features) -> _Recorded:
-        program, tap = Program(self._loaded), features.tap()
+        program, keeping, tap = Program(self._loaded), Program(self._loaded), features.tap()
         model = self._model.through(program)
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
-        attention = self._attention
-        planned = attention.with_parts([part.planned(program) for part in attention.parts])
+        attention, states = self._attention, self._attention.states
+        parts = tuple([part.planned(program) for part in attention.parts])
+        if isinstance(states, CompiledStates):
+            states = states.planned(program, keeping)
+        planned = ByLayer(parts, attention.groups, attention.places, states)
         logits = model.forward(token_ids, planned, None, tap)
-        return _Recorded(program, token_ids, logits, tap)
+        if states is not None:
+            states.commit()
+        return _Recorded(program, keeping, token_ids, logits, tap, planned)
 
 
 def is_compiled(model: Model) -> bool:
     """Say whether the library computes all of a step.
 
-    Of some attention and of states, torch computes a part, and with several ranks of norms over all heads.
+    Of some attention torch computes a part, and with several ranks of norms over all heads.
     """
     config = model.config
     wide = model.rank.size > 1 and config.design.has_wide_norms
-    of_torch = config.attends_in_torch or config.has_states or wide
+    of_torch = config.attends_in_torch or wide
     return not of_torch and all(isinstance(own_part(matrix), Tiles | HeadTiles) for matrix in model.matrices())
 
 
@@ -261,13 +272,21 @@ def _attention(
 ) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded, config = library(), part_of(model.config, model.rank)
-    make = compiled_attention(config, rows)
+    make, states = compiled_attention(config, rows), states_of(model)
     if isinstance(loaded, Missing) or make is None:
-        return by_layer(partial(TorchAttention, config), model, kv, groups, rows), None
-    attention = by_layer(make, model, kv, groups, rows)
+        return by_layer(partial(TorchAttention, config), model, kv, groups, rows, states), None
+    attention = by_layer(make, model, kv, groups, rows, states)
     if not is_compiled(model):
         return attention, None
     return attention, DecodePrograms(model, attention, loaded)
+
+
+def states_of(model: Model) -> MakesStates:
+    """Return what makes states: of compiled kernels where they serve the model's type."""
+    loaded = library()
+    if isinstance(loaded, Missing) or model.dtype not in DTYPES:
+        return States
+    return partial(CompiledStates.of, Immediate(loaded))
 
 
 def compiled_attention(config: ModelConfig, rows: KvRows) -> Callable[[LayerKind], CompiledAttention] | None:

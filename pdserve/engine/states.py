@@ -11,6 +11,7 @@ count twice. So states are written at the end of a step, by `commit`.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch, Ints
-from pdserve.model.attention import Advance
+from pdserve.model.attention import Advance, Recurs
 from pdserve.model.layer_groups import LayerGroup
 
 
@@ -39,7 +40,7 @@ class _Step:
 
 
 class States:
-    """Plans a step once, then serves each layer with a state."""
+    """Plans a step once, then serves each layer with a state, in plain torch; see `states_compiled.py`."""
 
     def __init__(self, kv: Tensor, group: LayerGroup, parts: Seq[tuple[int, ...]]) -> None:
         """kv: the pool. parts: float32 values of each part of a state, in each layer of the model."""
@@ -63,8 +64,17 @@ class States:
         self._step = _Step(torch.from_numpy(pages), torch.from_numpy(begins), self._pieces(batch, starts))
         self._written = []
 
-    def recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
+    def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
         """Compute one layer; see `pdserve.model.attention.Attention`."""
+        return of.in_torch(taken, partial(self._recur, layer))
+
+    def commit(self) -> None:
+        """Write the states of a step whose tokens are all computed and sampled."""
+        for pages, columns, after in self._written:
+            self._rows[:, columns].index_copy_(0, pages, after)
+        self._written = []
+
+    def _recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
         step, columns = self._step, self._columns[layer]
         if step is None:
             raise RuntimeError("recur before plan")
@@ -82,12 +92,6 @@ class States:
                     state.index_copy_(0, piece.chunks, new)
         assert out is not None, "a step has tokens"
         return out
-
-    def commit(self) -> None:
-        """Write the states of a step whose tokens are all computed and sampled."""
-        for pages, columns, after in self._written:
-            self._rows[:, columns].index_copy_(0, pages, after)
-        self._written = []
 
     def _pieces(self, batch: Batch, starts: Ints) -> tuple[_Piece, ...]:
         """Cut chunks at the ends of spans; first pieces come first, and those of equal lengths together."""

@@ -14,7 +14,7 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.library import DTYPES, library
 from pdserve.kernels.cpu.ranks import SLOT_BYTES, RankMemory, gather_columns, sum_over_ranks
-from pdserve.model.ops import times
+from pdserve.model.elementwise import times
 from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
 

@@ -6,11 +6,25 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.kernels.cpu.states import Recurrence
 from pdserve.model.ops import QkNorm
 
 Advance = Callable[[Tensor, Seq[Tensor]], tuple[Tensor, Seq[Tensor]]]
 """Computes some tokens of sequences: (rows [sequences, tokens, features], the parts of states before them, each
 [sequences, part]) become what is made of the rows, and the parts after them. It may overwrite the parts."""
+
+
+class Recurs(Protocol):
+    """What a layer with a state computes between its two products."""
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Return it as the compiled library computes it."""
+        ...
+
+    def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
+        """Compute it. `recur` brings each row together with the state before it, and keeps the state after it."""
+        ...
 
 
 class Attends(Protocol):
@@ -29,6 +43,6 @@ class Attends(Protocol):
 class Attention(Attends, Protocol):
     """What a step's tokens see of those before them, in all layers."""
 
-    def recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
-        """Compute a layer that keeps a state of each sequence. rows: [num_tokens, features]; so is the result."""
+    def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
+        """Compute a layer that keeps a state of each sequence. taken: [num_tokens, features]; so is the result."""
         ...

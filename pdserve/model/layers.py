@@ -61,7 +61,7 @@ class SelfAttention:
             ops.norm_(qkv[:, q_width : q_width + k_width], norm.k)
             norm = None
         attended = attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm, self.sinks)
-        return attended if self.gate is None else attended.mul_(ops.linear(x, self.gate).sigmoid_())
+        return attended if self.gate is None else ops.sigmoid_gated(attended, ops.linear(x, self.gate))
 
     def matrices(self) -> Iterator[Linear]:
         yield from (self.qkv, self.o)
@@ -105,7 +105,6 @@ class Beside:
     attention: SelfAttention  # whose `o` takes what both make
     space: StateSpace
     attention_scales: tuple[float, float]
-    space_scale: float
 
     @property
     def o(self) -> Linear:
@@ -114,17 +113,17 @@ class Beside:
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return what each token attends to, and beside it what its state makes."""
         first, last = self.attention_scales
-        made = self.space.mixed(ops, attention, index, x) * self.space_scale
-        attended = self.attention.mixed(ops, attention, index, x if first == 1.0 else x * first) * last
-        return torch.cat((attended, made), -1)
+        made = self.space.mixed(ops, attention, index, x)
+        attended = self.attention.mixed(ops, attention, index, ops.scaled(x, first))
+        return ops.side_by_side(ops.scaled(attended, last), made)
 
     def matrices(self) -> Iterator[Linear]:
         yield from (*self.attention.matrices(), *self.space.matrices())
 
     @classmethod
     def build(cls, of: design.Beside, parts: Parts) -> Self:
-        space, o = StateSpace.build(of.space, parts)
-        return cls(SelfAttention.build(of.attention, parts, o), space, of.attention_scales, of.space_scale)
+        space, o = StateSpace.build(of.space, parts, of.space_scale)
+        return cls(SelfAttention.build(of.attention, parts, o), space, of.attention_scales)
 
 
 class MixesTokens(Protocol):

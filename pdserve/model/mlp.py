@@ -18,6 +18,7 @@ from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
 from pdserve.model.device_codes import joined_blocks
+from pdserve.model.elementwise import times
 from pdserve.model.family import TensorSource
 from pdserve.model.ops import (
     Dense,
@@ -29,7 +30,6 @@ from pdserve.model.ops import (
     Mixture,
     Ops,
     rows_of,
-    times,
     weight_bytes,
 )
 from pdserve.model.parallel import row_parallel
@@ -66,8 +66,7 @@ class GatedMlp:
     output_scale: float = 1.0
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-        x = x if self.input_scale == 1.0 else x * self.input_scale
-        inner = ops.gated(x, self.gate_up, self.activation)
+        inner = ops.gated(ops.scaled(x, self.input_scale), self.gate_up, self.activation)
         return _down(ops, inner, self.down, residual, scale * self.output_scale)
 
     def matrices(self) -> Iterator[Linear | GateUp]:

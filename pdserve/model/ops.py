@@ -17,6 +17,7 @@ from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import onednn
 from pdserve.model.activations import MlpActivation, activate, bent_times, capped, swiglu_oai
 from pdserve.model.design import Activation, Routing
+from pdserve.model.elementwise import Elementwise, TorchElementwise, times
 from pdserve.model.fp8 import Coded, joined_coded
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.parallel import RowParallel, VocabParallel
@@ -112,7 +113,7 @@ class QkNorm:
 Mixture = TiledExperts | ExpertStack
 
 
-class Ops(Protocol):
+class Ops(Elementwise, Protocol):
     """The operations of one device. x: [num_tokens, features]."""
 
     def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
@@ -210,7 +211,7 @@ def dense(weight: Linear) -> Dense:
     return weight
 
 
-class TorchOps:
+class TorchOps(TorchElementwise):
     """The operations in plain torch, and in oneDNN's fused products where the CPU has matrix units for bfloat16."""
 
     stacks_experts = False
@@ -297,11 +298,6 @@ class TorchOps:
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return activate(self.linear(x, weight), activation)
-
-
-def times(x: Tensor, scale: float) -> Tensor:
-    """Return x * scale; x itself is overwritten."""
-    return x if scale == 1.0 else x.mul_(scale)
 
 
 def weight_bytes(weight: Held) -> int:

@@ -30,8 +30,10 @@ from pdserve.kernels.cpu.layers import (
     tiled_gate_up,
 )
 from pdserve.kernels.cpu.library import DTYPES
+from pdserve.kernels.cpu.states import scale
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
+from pdserve.model.elementwise import TorchElementwise, is_one
 from pdserve.model.fp8 import Coded, Fp8
 from pdserve.model.groups import Groups, alike
 from pdserve.model.heads import HeadDense, HeadLinear
@@ -118,6 +120,19 @@ class CompiledOps:
         assert isinstance(weight, Tiles)
         return multiply(self._calls, x, weight, finish=_activating(activation))
 
+    def scaled(self, x: Tensor, factor: float | Tensor) -> Tensor:
+        return x if is_one(factor) else scale(self._calls, x, factor)
+
+    def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        return scale(self._calls, x, 1.0, x, gates)
+
+    def side_by_side(self, first: Tensor, second: Tensor) -> Tensor:
+        width = first.shape[1]
+        out = self._calls.empty(len(first), width + second.shape[1], first.dtype)
+        scale(self._calls, first, 1.0, out[:, :width])
+        scale(self._calls, second, 1.0, out[:, width:])
+        return out
+
 
 def _activating(activation: MlpActivation) -> Finish:
     if isinstance(activation, XIelu):
@@ -126,7 +141,7 @@ def _activating(activation: MlpActivation) -> Finish:
     return Finish(Activation[activation.name])
 
 
-class CpuOps:
+class CpuOps(TorchElementwise):
     """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
 
     stacks_experts = False
@@ -210,6 +225,9 @@ class CpuOps:
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return self._with(weight).activated(x, weight, activation)
+
+    def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self._over(x).sigmoid_gated(x, gates)
 
     def _with(self, weight: Linear | GateUp | HeadLinear) -> Ops:
         return self._compiled if isinstance(weight, Tiles | HeadTiles) else self._torch

@@ -14,6 +14,7 @@ from pdserve.kernels.tuning import device_of
 from pdserve.model.activations import MlpActivation, activate, bent_times, capped
 from pdserve.model.design import Activation, Routing
 from pdserve.model.device_codes import code_blocks
+from pdserve.model.elementwise import TorchElementwise, times
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.ops import (
     Dense,
@@ -29,12 +30,11 @@ from pdserve.model.ops import (
     decoded,
     dense,
     joined,
-    times,
 )
 from pdserve.model.routing import routed
 
 
-class CudaOps:
+class CudaOps(TorchElementwise):
     """The operations of a GPU, or of a CPU where Triton interprets."""
 
     stacks_experts = True

@@ -89,3 +89,12 @@ class RankedOps:
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return self._ops.activated(x, weight, activation)
+
+    def scaled(self, x: Tensor, factor: float | Tensor) -> Tensor:
+        return self._ops.scaled(x, factor)
+
+    def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self._ops.sigmoid_gated(x, gates)
+
+    def side_by_side(self, first: Tensor, second: Tensor) -> Tensor:
+        return self._ops.side_by_side(first, second)

@@ -2,10 +2,11 @@
 
 A state is a row of float32 values for each sequence: the last inputs of a convolution, then the memory of heads if
 there are any. `Attention.recur` brings each piece of a sequence together with the state before it, and keeps the state
-after it: a piece of several tokens leaves the same state as these tokens one by one, but for rounding.
+after it. `kernels/cpu/states.py` computes it; without a compiled library, torch does. Then a piece of several tokens
+leaves the same state as these tokens one by one, but for rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
 from pdserve.model import state_design as design
-from pdserve.model.attention import Attention
+from pdserve.model.attention import Advance, Attention
 from pdserve.model.ops import Linear, Matrix, Ops, joined, rows_of
 from pdserve.model.parts import Parts
 
@@ -60,9 +62,18 @@ class ShortConv:
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens, before `o`: [num_tokens, channels]."""
-        before, after, inputs = ops.linear(x, self.taken).chunk(3, -1)
-        sums = attention.recur(index, before * inputs, self._advance)
-        return after * sums.to(x.dtype)
+        return attention.recur(index, ops.linear(x, self.taken), self)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        convolution, channels = self.convolution, self.convolution.weight.shape[1]
+        return Recurrence(
+            weight=convolution.weight, bias=convolution.bias, inputs_at=2 * channels, gates_at=channels, before_at=0
+        )
+
+    def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
+        before, after, inputs = taken.chunk(3, -1)
+        return after * recur(before * inputs, self._advance).to(taken.dtype)
 
     def _advance(self, rows: Tensor, state: Seq[Tensor]) -> tuple[Tensor, Seq[Tensor]]:
         (inputs,) = state
@@ -95,15 +106,36 @@ class GatedDelta:
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens, before `o`: [num_tokens, value_heads * value_dim]."""
+        return attention.recur(index, ops.linear(x, self.taken), self)
+
+    @property
+    def recurrence(self) -> Recurrence:
         of = self.of
+        betas = of.channels + of.value_heads * of.value_dim
+        heads = Heads(
+            count=of.value_heads,
+            groups=of.key_heads,
+            key_dim=of.key_dim,
+            value_dim=of.value_dim,
+            order="qkv",
+            rates_at=betas + of.value_heads,
+            betas_at=betas,
+            rate=self.rate,
+            rate_bias=self.rate_bias,
+            gating=Gating(norm=self.norm, part=of.value_dim, eps=of.eps, rounds=True),
+        )
+        return Recurrence(weight=self.convolution.weight, inputs_at=0, gates_at=of.channels, heads=heads)
+
+    def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
+        of, dtype = self.of, taken.dtype
         width = of.value_heads * of.value_dim
-        qkv, z, b, a = ops.linear(x, self.taken).split((of.channels, width, of.value_heads, of.value_heads), -1)
+        qkv, z, b, a = taken.split((of.channels, width, of.value_heads, of.value_heads), -1)
         decay = self.rate * functional.softplus(a.float() + self.rate_bias)
         rows = torch.cat((qkv.float(), b.float().sigmoid(), decay), -1)
-        made = attention.recur(index, rows, self._advance).view(len(x), of.value_heads, of.value_dim)
+        made = recur(rows, self._advance).view(len(taken), of.value_heads, of.value_dim)
         normed = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + of.eps)
-        gated = normed.to(x.dtype) * self.norm * functional.silu(z.float()).view_as(made)
-        return gated.to(x.dtype).view(len(x), width)
+        gated = normed.to(dtype) * self.norm * functional.silu(z.float()).view_as(made)
+        return gated.to(dtype).view(len(taken), width)
 
     def matrices(self) -> Iterator[Linear]:
         yield from (self.taken, self.o)

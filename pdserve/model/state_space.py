@@ -1,6 +1,6 @@
 """Mamba-2 (Dao, Gu 2024): a memory for each head, which forgets at a rate that each token sets, and adds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
 from pdserve.model import state_design as design
-from pdserve.model.attention import Attention
+from pdserve.model.attention import Advance, Attention
+from pdserve.model.elementwise import times
 from pdserve.model.ops import Linear, Matrix, Ops
 from pdserve.model.parts import Parts
 from pdserve.model.recurrent import BLOCK, Convolution, recalled
@@ -28,16 +30,43 @@ class StateSpace:
     step_bias: Tensor  # float32 [heads]
     direct: Tensor  # float32 [heads]: how much of x goes straight into the output
     norm: Tensor | None  # [inner_size]
+    output_scale: float
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens: [num_tokens, inner_size]."""
+        taken = ops.linear(ops.scaled(x, self.of.input_scale), self.taken)
+        return attention.recur(index, taken if self.scales is None else ops.scaled(taken, self.scales), self)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        of, norm = self.of, self.norm
+        gating = Gating(scale=self.output_scale)
+        if norm is not None and of.eps is not None:
+            part = of.inner_size // of.groups
+            gating = Gating(norm=norm, part=part, eps=of.eps, gates_first=not of.norm_first, scale=self.output_scale)
+        heads = Heads(
+            count=of.heads,
+            groups=of.groups,
+            key_dim=of.state_dim,
+            value_dim=of.head_dim,
+            order="vkq",
+            rates_at=of.inner_size + of.channels,
+            rate=self.rate,
+            rate_bias=self.step_bias,
+            direct=self.direct,
+            gating=gating,
+        )
+        convolution = self.convolution
+        return Recurrence(
+            weight=convolution.weight, bias=convolution.bias, inputs_at=of.inner_size, gates_at=0, heads=heads
+        )
+
+    def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
         of = self.of
-        taken = ops.linear(x if of.input_scale == 1.0 else x * of.input_scale, self.taken)
-        taken = taken if self.scales is None else taken * self.scales
         gate, inputs, steps = taken.split((of.inner_size, of.channels, of.heads), -1)
         steps = functional.softplus(steps.float() + self.step_bias)
-        made = attention.recur(index, torch.cat((inputs.float(), steps), -1), self._advance)
-        return self._gated(made, functional.silu(gate.float())).to(x.dtype)
+        made = recur(torch.cat((inputs.float(), steps), -1), self._advance)
+        return times(self._gated(made, functional.silu(gate.float())).to(taken.dtype), self.output_scale)
 
     def matrices(self) -> Iterator[Linear]:
         yield self.taken
@@ -72,7 +101,7 @@ class StateSpace:
         return outputs.flatten(2), (before, memory.flatten(1))
 
     @classmethod
-    def build(cls, of: design.StateSpace, parts: Parts) -> tuple[Self, Matrix]:
+    def build(cls, of: design.StateSpace, parts: Parts, output_scale: float) -> tuple[Self, Matrix]:
         """Return it, and the matrix that makes outputs of what it makes."""
         prefix, tensors, hidden = f"{parts.prefix}mamba.", parts.tensors, parts.config.hidden_size
         taken = tensors.take_matrix(f"{prefix}in_proj", of.inner_size + of.channels + of.heads, hidden)
@@ -91,5 +120,6 @@ class StateSpace:
             step_bias=tensors.take(f"{prefix}dt_bias", heads, exact=True),
             direct=tensors.take(f"{prefix}D", heads, exact=True),
             norm=None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,)),
+            output_scale=output_scale,
         )
         return found, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
-from model_zoo import IN_TORCH, LATENT, MORE_FAMILIES, STATES, VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import (
+    IN_TILES,
+    IN_TORCH,
+    MORE_FAMILIES,
+    STATES,
+    VOCAB,
+    first_disagreement,
+    load_oracle,
+    write_model,
+)
 from noted_programs import has_bfloat16_products, note_program_rows
 from thread_ranks import Apart
 from torch import Tensor
@@ -148,10 +157,10 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     monkeypatch: pytest.MonkeyPatch,
     program_rows: list[int],
 ) -> None:
-    folder, dtype = folders(family), torch.bfloat16 if family in LATENT else dtype  # the type of products of heads
+    folder, dtype = folders(family), torch.bfloat16 if family in IN_TILES else dtype
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
     model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
-    if family in (*STATES, "llama4"):
+    if family == "llama4":
         assert not is_compiled(model), "torch computes a part of the step"
         return
     if dtype == torch.bfloat16 and not has_bfloat16_products():

@@ -15,6 +15,7 @@ from pdserve.base.ids import PageId
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.engine.states import States
+from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.executor.loading import _check_kernels, describe_layout
@@ -86,6 +87,14 @@ def model(folder: Path, config: ModelConfig) -> Model:
     return load_model(config, open_directory(folder).weights(), torch.float32)
 
 
+@pytest.fixture(params=["torch", "compiled"])
+def _in_torch_or_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who computes states."""
+    if request.param == "torch":
+        monkeypatch.setattr("pdserve.engine.runner.states_of", lambda _: States)
+
+
+@pytest.mark.usefixtures("_in_torch_or_compiled")
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_however_a_prompt_is_cut_its_text_is_that_of_transformers(chunk: int, folder: Path, model: Model) -> None:
     """Prompts that end before, at and behind the ends of spans."""
@@ -97,12 +106,15 @@ def test_however_a_prompt_is_cut_its_text_is_that_of_transformers(chunk: int, fo
         assert first_disagreement(oracle, text, answer) is None
 
 
+@pytest.mark.usefixtures("_in_torch_or_compiled")
 def test_a_state_that_is_not_kept_is_noticed(folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(States, "commit", lambda _: None)
+    for states in (States, CompiledStates):
+        monkeypatch.setattr(states, "commit", lambda _: None)
     (answer,) = greedy_texts(Runner(model, 50, 16), [prompt(40)], 10)
     assert first_disagreement(load_oracle(folder), prompt(40), answer) is not None
 
 
+@pytest.mark.usefixtures("_in_torch_or_compiled")
 def test_a_step_that_fails_and_is_computed_again_in_halves_advances_no_state_twice(model: Model) -> None:
     """Both fail after their layers: once together, and one of them again by itself."""
     prompts, runner, failing = [prompt(length) for length in (30, 31)], Runner(model, 50, 16), True

@@ -380,7 +380,8 @@ WITH_IMAGES = {
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5")
 STATES = (*DELTA_NETS, "falcon-h1", "lfm2")
-IN_TORCH = (*LATENT, *STATES, "llama4")  # of which torch computes a part in float32
+IN_TILES = (*LATENT, "falcon-h1", "qwen3-next")  # all of whose matrices are in tiles in bfloat16 alone
+IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
     "glm4-moe",

@@ -13,11 +13,13 @@
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
     BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING, RANKS_SUM, RANKS_GATHER,
-    PRODUCT_HEADS, RANKS_PASS
+    PRODUCT_HEADS, RANKS_PASS, CONVOLVING, RECURRING, KEEPING, GATING, SCALING
 };
 
 struct step;
 struct ranks;
+struct states;
+struct recurrence;
 
 /* What calls of a mixture of experts share. The rule by which rows choose is pdserve/model/design.py's `Routing`. */
 struct mixture {
@@ -55,6 +57,8 @@ struct call {
     struct mixture mixture;
     int64_t first;       /* of a lookup: the id of the first row that there is; the rows of ids without one are zeros */
     struct ranks *ranks; /* see ranks.c */
+    const struct states *states; /* of a layer with a state; see states.h */
+    const struct recurrence *recurrence;
     _Atomic uint64_t taken, done; /* in a program: see team.c */
 };
 
@@ -62,14 +66,15 @@ struct call {
 typedef int64_t units(const struct call *call, int64_t rows);
 units pdserve_units_bfloat16, pdserve_units_quantized, pdserve_units_placing, pdserve_units_ranges,
     pdserve_units_combining, pdserve_units_blocks, pdserve_units_logits, pdserve_units_grouping, pdserve_units_slots,
-    pdserve_units_experts, pdserve_units_summing, pdserve_units_heads;
+    pdserve_units_experts, pdserve_units_summing, pdserve_units_heads, pdserve_units_recurring, pdserve_units_keeping;
 
 /* Each does the units from begin to before end. */
 typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t end);
 work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16,
     pdserve_coding, pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks,
     pdserve_logits, pdserve_routing, pdserve_grouping, pdserve_gathering, pdserve_experts, pdserve_experts_coding,
-    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather, pdserve_product_heads, pdserve_ranks_pass;
+    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather, pdserve_product_heads, pdserve_ranks_pass,
+    pdserve_convolving, pdserve_recurring, pdserve_keeping, pdserve_gating, pdserve_scaling;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;

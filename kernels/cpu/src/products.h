@@ -37,17 +37,6 @@ INLINE int64_t tiles_of(const struct call *to) {
     return (to->width + each - 1) / each;
 }
 
-INLINE floats load_up_to(const char *from, int64_t index, int64_t count, int type) {
-    return count >= LANES ? load(from, index, type) : load_part(from, index, count, type);
-}
-
-INLINE void store_up_to(char *out, int64_t index, int64_t count, floats value, int type) {
-    if (count >= LANES)
-        store(out, index, value, type);
-    else
-        store_part(out, index, count, value, type);
-}
-
 INLINE void finish_part(const struct call *to, int64_t row, int64_t column, floats sums, int type) {
     int64_t left = to->width - column;
     if (left <= 0)

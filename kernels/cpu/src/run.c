@@ -24,6 +24,8 @@ int64_t pdserve_units_of(const struct call *call, int64_t rows) {
     case RANKS_GATHER:
     case RANKS_PASS: return 1;
     case PRODUCT_HEADS: return pdserve_units_heads(call, rows);
+    case RECURRING: return pdserve_units_recurring(call, rows);
+    case KEEPING: return pdserve_units_keeping(call, rows);
     default: return rows;
     }
 }
@@ -39,6 +41,8 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [EXPERTS_CODING] = pdserve_experts_coding, [SUMMING] = pdserve_summing,
         [RANKS_SUM] = pdserve_ranks_sum, [RANKS_GATHER] = pdserve_ranks_gather,
         [PRODUCT_HEADS] = pdserve_product_heads, [RANKS_PASS] = pdserve_ranks_pass,
+        [CONVOLVING] = pdserve_convolving, [RECURRING] = pdserve_recurring, [KEEPING] = pdserve_keeping,
+        [GATING] = pdserve_gating, [SCALING] = pdserve_scaling,
     };
     works[call->kind](call, rows, begin, end);
 }
@@ -46,7 +50,10 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
 static int is_worth_threads(const struct call *call, int64_t rows) {
     switch (call->kind) {
     case NORM:
-    case LAYER_NORM: return rows * call->width >= WORTH_THREADS;
+    case LAYER_NORM:
+    case CONVOLVING:
+    case GATING:
+    case SCALING: return rows * call->width >= WORTH_THREADS;
     case LOOKUP_BFLOAT16:
     case LOOKUP_QUANTIZED: return rows * call->inputs >= WORTH_THREADS;
     case PLACING: return pdserve_attention_is_long(call);

@@ -128,6 +128,18 @@ INLINE void store_part(void *to, int64_t index, int64_t count, floats value, int
     memcpy((char *)to + index * size_of(type), raw, count * size_of(type));
 }
 
+/* The same of `count` elements, or of a whole vector if there are more. */
+INLINE floats load_up_to(const void *from, int64_t index, int64_t count, int type) {
+    return count >= LANES ? load(from, index, type) : load_part(from, index, count, type);
+}
+
+INLINE void store_up_to(void *out, int64_t index, int64_t count, floats value, int type) {
+    if (count >= LANES)
+        store(out, index, value, type);
+    else
+        store_part(out, index, count, value, type);
+}
+
 /* The value as an element of `type` holds it. */
 INLINE floats rounded_to(floats value, int type) {
     return type == FLOAT32 ? value : (floats)(__builtin_convertvector(to_bfloat16(value), words) << 16);

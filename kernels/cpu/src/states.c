@@ -1,0 +1,303 @@
+/* Recurrences over states in pages: short convolutions (LFM2), gated delta nets (Yang, Kautz, Hatamizadeh 2024) and
+ * Mamba-2 (Dao, Gu 2024).
+ *
+ * Tokens of a sequence come one after the other, whether a step has one of them or many. Columns of a memory do not
+ * depend on each other: a unit is some columns of one head, which stay in a core's cache. So what a token becomes, and
+ * the state behind it, depend on its sequence alone, not on how that was cut into chunks.
+ *
+ * No page is written before `pdserve_keeping`. Of a chunk of one token it does the last step itself, which takes less
+ * memory traffic than a copy of the state; states behind longer chunks lie in scratch until then. */
+
+#define OWN_WIDTH
+
+#include "states.h"
+#include "calls.h"
+#include "vectors.h"
+
+#if LANES == 8
+#define VECTORS 2 /* of a memory's row that are computed at once: with sums of two kinds, in 16 registers */
+#else
+#define VECTORS 4
+#endif
+#define WIDTH (VECTORS * LANES)
+#define LENGTH_EPS 1e-6f /* of the lengths of q and k */
+
+INLINE float *page_of(const struct states *states, int64_t page) { return states->pool + page * states->page_floats; }
+
+/* The piece of which this token is the last one, or -1. */
+INLINE int64_t ended_piece(const struct states *states, int64_t chunk, int64_t token) {
+    const int64_t place = states->offsets[chunk] + token - states->starts[chunk];
+    const int is_last = token + 1 == states->starts[chunk + 1] || (place + 1) % states->span == 0;
+    return is_last ? states->pieces[chunk] + place / states->span : -1;
+}
+
+/* A number at a time: there are few. */
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* What a row brings to a convolution. */
+INLINE floats input_of(const struct recurrence *of, const char *row, int64_t i, int type) {
+    floats x = load_up_to(row + of->inputs_at * size_of(type), i, of->channels - i, type);
+    return of->heads ? x : rounded_to(load_up_to(row + of->before_at * size_of(type), i, of->channels - i, type) * x, type);
+}
+
+/* Sums up one token's inputs and those before it; the last inputs go to scratch where a piece ends. */
+INLINE void convolve(float *sums, const struct call *call, int64_t token, int type) {
+    const struct states *states = call->states;
+    const struct recurrence *of = call->recurrence;
+    const int64_t chunk = states->chunks[token], channels = of->channels, kernel = of->kernel;
+    const int64_t piece = ended_piece(states, chunk, token), page = states->before[chunk];
+    const float *kept = page < 0 ? NULL : page_of(states, page) + of->kept_at;
+    float *keeps = piece < 0 ? NULL : (float *)call->scratch + piece * (kernel - 1) * channels;
+    for (int64_t place = 0; place < kernel; place++) {
+        const int64_t other = token + place - (kernel - 1), missing = states->starts[chunk] - other;
+        const char *row = (const char *)call->x + other * call->x_stride * size_of(type);
+        const float *weight = of->weight + place * channels;
+        for (int64_t i = 0; i < channels; i += LANES) {
+            floats x = splat(0.0f);
+            if (missing <= 0)
+                x = input_of(of, row, i, type);
+            else if (kept)
+                x = load_up_to(kept + (kernel - 1 - missing) * channels, i, channels - i, FLOAT32);
+            floats sum = x * load_up_to(weight, i, channels - i, FLOAT32);
+            if (place)
+                sum += load_up_to(sums, i, channels - i, FLOAT32);
+            if (place == kernel - 1 && of->bias)
+                sum += load_up_to(of->bias, i, channels - i, FLOAT32);
+            store_up_to(sums, i, channels - i, sum, FLOAT32);
+            if (keeps && place)
+                store_up_to(keeps + (place - 1) * channels, i, channels - i, x, FLOAT32);
+        }
+    }
+}
+
+/* Gives a vector another length. */
+INLINE void to_length(float *x, int64_t dim, float length) {
+    floats squares = splat(0.0f);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        floats part = load_up_to(x, i, dim - i, FLOAT32);
+        squares += part * part;
+    }
+    const float scale = length / sqrtf(sum_of(squares) + LENGTH_EPS);
+    for (int64_t i = 0; i < dim; i += LANES)
+        store_up_to(x, i, dim - i, load_up_to(x, i, dim - i, FLOAT32) * scale, FLOAT32);
+}
+
+/* Makes what heads take of the sums of a convolution. */
+INLINE void prepare(float *sums, const struct recurrence *of, const char *taken, int type) {
+    float *left = sums + of->channels, *learnt = left + of->heads;
+    for (int64_t i = 0; i < of->channels; i += LANES) {
+        floats x = load_up_to(sums, i, of->channels - i, FLOAT32);
+        store_up_to(sums, i, of->channels - i, x / (1.0f + exp_of(-x)), FLOAT32);
+    }
+    for (int64_t group = 0; of->corrects && group < of->groups; group++) {
+        to_length(sums + of->q_at + group * of->key_dim, of->key_dim, 1.0f / sqrtf((float)of->key_dim));
+        to_length(sums + of->k_at + group * of->key_dim, of->key_dim, 1.0f);
+    }
+    for (int64_t head = 0; head < of->heads; head++) {
+        const float step = softplus(load_one(taken, of->rates_at + head, type) + of->rate_bias[head]);
+        left[head] = expf(of->rate[head] * step);
+        learnt[head] = of->corrects ? sigmoid(load_one(taken, of->betas_at + head, type)) : step;
+    }
+}
+
+INLINE void convolve_rows(const struct call *call, int64_t begin, int64_t end, int type) {
+    const struct recurrence *of = call->recurrence;
+    const int64_t size = size_of(type);
+    for (int64_t token = begin; token < end; token++) {
+        const char *row = (const char *)call->x + token * call->x_stride * size, *gates = row + of->gates_at * size;
+        if (of->heads) {
+            float *out = (float *)call->out + token * call->out_stride;
+            convolve(out, call, token, type);
+            prepare(out, of, row, type);
+            continue;
+        }
+        char *out = (char *)call->out + token * call->out_stride * size;
+        float sums[of->channels];
+        convolve(sums, call, token, type);
+        for (int64_t i = 0; i < of->channels; i += LANES) {
+            floats sum = rounded_to(load_up_to(sums, i, of->channels - i, FLOAT32), type);
+            store_up_to(out, i, of->channels - i, load_up_to(gates, i, of->channels - i, type) * sum, type);
+        }
+    }
+}
+
+/* x: [rows, x_stride]. out: float32, what heads take; without heads the layer's results. scratch: float32 [pieces,
+ * kernel - 1, channels]. A unit is a row. */
+void pdserve_convolving(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    (void)rows;
+    if (call->type == FLOAT32)
+        convolve_rows(call, begin, end, FLOAT32);
+    else
+        convolve_rows(call, begin, end, BFLOAT16);
+}
+
+/* Some columns of a memory, row by row. */
+struct columns {
+    float *at;
+    int64_t stride;
+};
+
+/* What a token does to a memory: memory = left * memory + k learnt. */
+struct update {
+    const float *k;
+    float left;
+    floats learnt[VECTORS];
+};
+
+INLINE floats updated(floats memory, float left, float k, floats learnt) { return memory * left + k * learnt; }
+
+/* Goes through a memory once: updates it, if there is an update, and then reads it with k and with q, if they are there. */
+INLINE void pass(
+    struct columns to, struct columns from, const struct update *update, const float *k, const float *q, int64_t dim,
+    floats by_k[VECTORS], floats by_q[VECTORS]
+) {
+    floats sums_k[VECTORS], sums_q[VECTORS];
+    for (int v = 0; v < VECTORS; v++)
+        sums_k[v] = sums_q[v] = splat(0.0f);
+    for (int64_t i = 0; i < dim; i++)
+        for (int v = 0; v < VECTORS; v++) {
+            floats memory = load_float32(from.at + i * from.stride + v * LANES);
+            if (update) {
+                memory = updated(memory, update->left, update->k[i], update->learnt[v]);
+                store_float32(to.at + i * to.stride + v * LANES, memory);
+            }
+            if (k)
+                sums_k[v] += k[i] * memory;
+            if (q)
+                sums_q[v] += q[i] * memory;
+        }
+    for (int v = 0; v < VECTORS; v++) {
+        by_k[v] = sums_k[v];
+        by_q[v] = sums_q[v];
+    }
+}
+
+INLINE float dot(const float *a, const float *b, int64_t dim) {
+    floats sums = splat(0.0f);
+    for (int64_t i = 0; i < dim; i += LANES)
+        sums += load_up_to(a, i, dim - i, FLOAT32) * load_up_to(b, i, dim - i, FLOAT32);
+    return sum_of(sums);
+}
+
+INLINE void copy_columns(float *to, int64_t to_stride, const float *from, int64_t from_stride, int64_t dim, int64_t count) {
+    for (int64_t i = 0; i < dim; i++)
+        memcpy(to + i * to_stride, from + i * from_stride, count * sizeof *to);
+}
+
+/* All tokens of a chunk, in some columns of one head. v becomes what is learnt. */
+INLINE void recur(const struct call *call, int64_t chunk, int64_t head, int64_t first, int corrects) {
+    const struct states *states = call->states;
+    const struct recurrence *of = call->recurrence;
+    const int64_t dim = of->key_dim, width = of->value_dim, count = width - first < WIDTH ? width - first : WIDTH;
+    const int64_t begin = states->starts[chunk], end = states->starts[chunk + 1], group = head / (of->heads / of->groups);
+    const int64_t at = head * dim * width + first, page = states->before[chunk];
+    static const float nothing[WIDTH];
+    float room[end - begin > 1 || count < WIDTH ? dim * WIDTH : 1];
+    const struct columns own = {room, WIDTH};
+    struct columns from = {(float *)nothing, 0};
+    if (page >= 0) {
+        from = (struct columns){page_of(states, page) + of->memory_at + at, width};
+        if (count < WIDTH) {
+            memset(room, 0, sizeof room);
+            copy_columns(room, WIDTH, from.at, width, dim, count);
+            from = own;
+        }
+    }
+    struct update update;
+    int is_due = 0;
+    for (int64_t token = begin; token < end; token++) {
+        float *row = (float *)call->x + token * call->x_stride, *v = row + of->v_at + head * width + first;
+        const float *q = row + of->q_at + group * dim, *k = row + of->k_at + group * dim;
+        const float left = row[of->channels + head], beta = row[of->channels + of->heads + head];
+        float *out = (float *)call->out + token * call->out_stride + head * width + first;
+        floats by_k[VECTORS], by_q[VECTORS];
+        if (is_due) {
+            pass(own, from, &update, corrects ? k : NULL, q, dim, by_k, by_q);
+            from = own;
+        } else {
+            pass(own, from, NULL, corrects ? k : NULL, q, dim, by_k, by_q);
+        }
+        const float seen = dot(q, k, dim), direct = of->direct ? of->direct[head] : 0.0f;
+        for (int i = 0; i < VECTORS; i++) {
+            const int64_t lanes = i * LANES;
+            if (lanes >= count) {
+                update.learnt[i] = splat(0.0f);
+                continue;
+            }
+            const floats given = load_up_to(v, lanes, count - lanes, FLOAT32);
+            update.learnt[i] = beta * (corrects ? given - left * by_k[i] : given);
+            floats read = left * by_q[i] + seen * update.learnt[i];
+            store_up_to(out, lanes, count - lanes, corrects ? read : read + direct * given, FLOAT32);
+            store_up_to(v, lanes, count - lanes, update.learnt[i], FLOAT32);
+        }
+        update.k = k, update.left = left, is_due = 1;
+        const int64_t piece = end - begin > 1 ? ended_piece(states, chunk, token) : -1;
+        if (piece < 0)
+            continue;
+        float *to = (float *)call->scratch + (piece - states->num_single) * of->heads * dim * width + at;
+        const struct columns kept = count < WIDTH ? own : (struct columns){to, width};
+        pass(kept, from, &update, NULL, NULL, dim, by_k, by_q);
+        if (count < WIDTH)
+            copy_columns(to, width, room, WIDTH, dim, count);
+        from = kept, is_due = 0;
+    }
+}
+
+/* x: what is convolved. out: float32 [rows, heads * value_dim]. scratch: float32, the memories behind the pieces of
+ * chunks of several tokens. A unit is some columns of one head in one chunk. */
+void pdserve_recurring(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const struct recurrence *of = call->recurrence;
+    const int64_t blocks = (of->value_dim + WIDTH - 1) / WIDTH;
+    (void)rows;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t first = unit % blocks * WIDTH, head = unit / blocks % of->heads, chunk = unit / blocks / of->heads;
+        if (of->corrects)
+            recur(call, chunk, head, first, 1);
+        else
+            recur(call, chunk, head, first, 0);
+    }
+}
+
+int64_t pdserve_units_recurring(const struct call *call, int64_t rows) {
+    const struct recurrence *of = call->recurrence;
+    return (void)rows, call->states->num_chunks * of->heads * ((of->value_dim + WIDTH - 1) / WIDTH);
+}
+
+/* Puts states into their pages. x: what is convolved, with what is learnt in the place of v. residual: float32 [pieces,
+ * kernel - 1, channels]. scratch: as in `pdserve_recurring`. A unit is the last inputs of a piece, or one head. */
+void pdserve_keeping(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const struct states *states = call->states;
+    const struct recurrence *of = call->recurrence;
+    const int64_t inputs = (of->kernel - 1) * of->channels, dim = of->key_dim, width = of->value_dim;
+    (void)rows;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t piece = unit / (of->heads + 1), head = unit % (of->heads + 1) - 1;
+        float *to = page_of(states, states->pages[piece]);
+        if (head < 0) {
+            memcpy(to + of->kept_at, (const float *)call->residual + piece * inputs, inputs * sizeof *to);
+            continue;
+        }
+        const int64_t at = head * dim * width;
+        to += of->memory_at + at;
+        if (piece >= states->num_single) {
+            const float *from = (const float *)call->scratch + (piece - states->num_single) * of->heads * dim * width;
+            memcpy(to, from + at, dim * width * sizeof *to);
+            continue;
+        }
+        const float *row = (const float *)call->x + piece * call->x_stride, *learnt = row + of->v_at + head * width;
+        const float *k = row + of->k_at + head / (of->heads / of->groups) * dim, left = row[of->channels + head];
+        const float *from = states->before[piece] < 0 ? NULL : page_of(states, states->before[piece]) + of->memory_at + at;
+        for (int64_t i = 0; i < dim; i++)
+            for (int64_t j = 0; j < width; j += LANES) {
+                floats memory = from ? load_up_to(from + i * width, j, width - j, FLOAT32) : splat(0.0f);
+                memory = updated(memory, left, k[i], load_up_to(learnt, j, width - j, FLOAT32));
+                store_up_to(to + i * width, j, width - j, memory, FLOAT32);
+            }
+    }
+}
+
+int64_t pdserve_units_keeping(const struct call *call, int64_t rows) {
+    const struct states *states = call->states;
+    return (void)rows, states->pieces[states->num_chunks] * (call->recurrence->heads + 1);
+}

@@ -1,0 +1,257 @@
+"""Compiled recurrences over states in pages: short convolutions, gated delta nets, Mamba-2 (src/states.c).
+
+What a token becomes, and the state behind it, depend on its sequence alone: not on how that is cut into chunks, nor on
+what else is in the step. No page is written before the calls of `Kept` are computed.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
+from pdserve.kernels.cpu.calls import Call, Calls, Kind
+from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
+
+Ints = npt.NDArray[np.int64]
+
+
+class _States(ctypes.Structure):
+    """`struct states` of src/states.h."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("pool", "starts", "chunks", "before", "offsets", "pieces", "pages")),
+        *((name, Size) for name in ("page_floats", "span", "num_chunks", "num_single")),
+    )
+
+
+class _Recurrence(ctypes.Structure):
+    """`struct recurrence` of src/states.h."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("weight", "bias")),
+        *((name, Size) for name in ("channels", "kernel", "kept_at", "inputs_at", "gates_at", "before_at")),
+        *((name, Size) for name in ("heads", "groups", "key_dim", "value_dim", "memory_at", "q_at", "k_at", "v_at")),
+        *((name, Size) for name in ("rates_at", "betas_at", "corrects")),
+        *((name, Pointer) for name in ("rate", "rate_bias", "direct", "norm")),
+        *((name, Size) for name in ("norm_width", "norm_part", "gates_first", "rounds")),
+        *((name, ctypes.c_double) for name in ("eps", "scale")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gating:
+    """What becomes of what heads read: a norm, if there is one, and the silu of gates."""
+
+    norm: Tensor | None = None  # [features of a part], of each part's features, or of all
+    part: int = 0  # features that are normalized together
+    eps: float = 0.0
+    gates_first: bool = False  # gates come before the norm
+    rounds: bool = False  # what is normalized, and its product with weights, to the type of inputs
+    scale: float = 1.0  # of results, once they are rounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """A memory [key_dim, value_dim] of each head, which forgets at a rate that each token sets."""
+
+    count: int
+    groups: int  # of heads that share q and k
+    key_dim: int
+    value_dim: int
+    order: str  # of q, k and v among the channels
+    rates_at: int  # of each head, among inputs
+    betas_at: int | None = None  # the delta rule's: it corrects what it recalls; others add
+    rate: Tensor  # float32 [count], below 0
+    rate_bias: Tensor  # float32 [count]
+    direct: Tensor | None = None  # float32 [count]: how much of v goes straight into results
+    gating: Gating
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """A layer. Its input is a row of several parts, of which `..._at` are the first features."""
+
+    weight: Tensor  # float32 [kernel, channels], of the convolution; the last is that of the token itself
+    bias: Tensor | None = None  # float32 [channels]
+    inputs_at: int  # of the convolution
+    gates_at: int
+    before_at: int = 0  # without heads: what inputs are multiplied with
+    heads: Heads | None = None
+
+    @property
+    def width(self) -> int:
+        """Return the features of a result."""
+        return self.weight.shape[1] if self.heads is None else self.heads.count * self.heads.value_dim
+
+    @property
+    def kept_inputs(self) -> int:
+        """Return the values of a state that the convolution needs; a memory comes behind them."""
+        return (len(self.weight) - 1) * self.weight.shape[1]
+
+    @property
+    def memory(self) -> int:
+        return 0 if self.heads is None else self.heads.count * self.heads.key_dim * self.heads.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The states behind a layer's tokens, which `call` puts into their pages."""
+
+    call: Call
+    tensors: tuple[object, ...]  # that the call reads
+
+
+class PagedStates:
+    """The library's recurrences over one pool of pages."""
+
+    def __init__(self, pool: Tensor, span: int) -> None:
+        """pool: float32 [num_pages, values of a page], contiguous. span: the tokens of a page."""
+        require_tensor("pool", pool, (None, None), (torch.float32,))
+        require(pool.is_contiguous(), "pool must be contiguous")
+        self._pool = pool
+        self._states = _States(pool=pool.data_ptr(), page_floats=pool.shape[1], span=span)
+        self._arrays: dict[str, Ints] = {}  # what the step points to
+
+    def plan(self, page_table: Ints, query_lens: Ints, kv_lens: Ints) -> None:
+        """Prepare what the layers of a step share: its chunks, the shortest first, and their pages in order."""
+        states = self._states
+        require_lens(query_lens, kv_lens)
+        require_page_table(page_table, kv_lens, states.span)
+        require(bool((np.diff(query_lens) >= 0).all()), "query_lens must not fall")
+        positions, span = kv_lens - query_lens, states.span
+        counts = (kv_lens - 1) // span - positions // span + 1
+        pieces = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+        of_chunk = np.repeat(np.arange(len(counts)), counts)
+        spans = np.arange(pieces[-1]) - pieces[of_chunk] + positions[of_chunk] // span
+        before = np.take_along_axis(page_table, np.maximum(positions - 1, 0)[:, None] // span, 1)[:, 0]
+        arrays = {
+            "starts": np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(query_lens))),
+            "chunks": np.repeat(np.arange(len(counts)), query_lens), "before": np.where(positions > 0, before, -1),
+            "offsets": positions % span, "pieces": pieces, "pages": page_table[of_chunk, spans],
+        }  # fmt: skip
+        named = np.concatenate((arrays["pages"], before))
+        require(named.min() >= 0 and named.max() < len(self._pool), "page_table names pages that are not there")
+        self._arrays = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
+        for name, array in self._arrays.items():
+            setattr(states, name, array.ctypes.data)
+        states.num_chunks, states.num_single = len(counts), int(np.searchsorted(query_lens, 1, side="right"))
+
+    def recur(self, calls: Calls, of: Recurrence, first: int, taken: Tensor) -> tuple[Tensor, Kept]:
+        """Return what a layer makes of its inputs, [num_tokens, `of.width`], and the states that it leaves.
+
+        first: of the layer's values in a page. taken: [num_tokens, features]. In a program, which is of single tokens,
+        a plan may have fewer than when it was recorded.
+        """
+        states, num_tokens, dtype = self._states, len(taken), taken.dtype
+        require_tensor("taken", taken, (None, None), tuple(DTYPES))
+        num_planned, num_single, num_pieces = (
+            int(self._arrays["starts"][-1]),
+            states.num_single,
+            int(self._arrays["pieces"][-1]),
+        )
+        if num_single == num_planned:
+            num_single = num_pieces = num_tokens
+        else:
+            require(num_tokens == num_planned, f"taken must be of {num_planned} tokens, got {num_tokens}")
+        kernel, channels = of.weight.shape
+        layer = _layer(of, first, dtype)
+        inputs = calls.empty(num_pieces, (kernel - 1) * channels, torch.float32)
+        shared = {"type": DTYPES[dtype], "states": ctypes.addressof(states), "recurrence": ctypes.addressof(layer)}
+        by_row = {**shared, "x": taken.data_ptr(), "x_stride": taken.stride(0)}
+        out = calls.empty(num_tokens, of.width, dtype)
+        result = {"out": out.data_ptr(), "out_stride": out.stride(0)}
+        convolving = Call(kind=Kind.CONVOLVING, scratch=inputs.data_ptr(), width=channels, **by_row)
+        keeping = Call(kind=Kind.KEEPING, residual=inputs.data_ptr(), **shared)
+        if of.heads is None:
+            convolving.out, convolving.out_stride = out.data_ptr(), out.stride(0)
+            calls.take(num_tokens, convolving)
+            return out, Kept(keeping, (layer, of, inputs))
+        convolved = calls.empty(num_tokens, channels + 2 * of.heads.count, torch.float32)
+        made = calls.empty(num_tokens, of.width, torch.float32)
+        memories = calls.empty(num_pieces - num_single, of.memory, torch.float32)
+        convolving.out, convolving.out_stride = convolved.data_ptr(), convolved.stride(0)
+        recurring = Call(
+            kind=Kind.RECURRING, x=convolved.data_ptr(), x_stride=convolved.stride(0), out=made.data_ptr(),
+            out_stride=made.stride(0), scratch=memories.data_ptr(), inputs=of.heads.key_dim * of.heads.value_dim,
+            **shared,
+        )  # fmt: skip
+        gating = Call(kind=Kind.GATING, residual=made.data_ptr(), residual_stride=made.stride(0), **by_row, **result)
+        gating.width = of.width
+        calls.take(num_tokens, convolving)
+        calls.take(num_tokens, recurring)
+        calls.take(num_tokens, gating)
+        if num_single < num_tokens:
+            convolved = convolved[:num_single].clone()  # rows of prompts are many
+        keeping.x, keeping.x_stride, keeping.scratch = convolved.data_ptr(), convolved.stride(0), memories.data_ptr()
+        return out, Kept(keeping, (layer, of, inputs, convolved, memories))
+
+
+def scale(
+    calls: Calls, x: Tensor, factor: float | Tensor, out: Tensor | None = None, gates: Tensor | None = None
+) -> Tensor:
+    """Multiply rows [num_rows, width] with a number, with a factor of each feature, or with the sigmoid of gates.
+
+    out: where the result goes; it may be x, or some columns of a wider matrix.
+    """
+    require_tensor("x", x, (None, None), tuple(DTYPES))
+    out = calls.empty(len(x), x.shape[1], x.dtype) if out is None else out
+    call = Call(
+        kind=Kind.SCALING, type=DTYPES[x.dtype], x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(),
+        out_stride=out.stride(0), width=x.shape[1], scale=1.0 if isinstance(factor, Tensor) else factor,
+    )  # fmt: skip
+    require_tensor("out", out, tuple(x.shape), (x.dtype,))
+    if isinstance(factor, Tensor):
+        require_tensor("factor", factor, (x.shape[1],), (x.dtype,))
+        call.weights = factor.data_ptr()
+    if gates is not None:
+        require_tensor("gates", gates, tuple(x.shape), (x.dtype,))
+        call.residual, call.residual_stride = gates.data_ptr(), gates.stride(0)
+    calls.take(len(x), call)
+    return out
+
+
+def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
+    """Return a layer as the library sees it; it must live as long as its calls, and so must `of`."""
+    kernel, channels = of.weight.shape
+    require_tensor("weight", of.weight, (None, None), (torch.float32,))
+    layer = _Recurrence(
+        weight=of.weight.data_ptr(), channels=channels, kernel=kernel, kept_at=first, inputs_at=of.inputs_at,
+        gates_at=of.gates_at, before_at=of.before_at, memory_at=first + of.kept_inputs,
+    )  # fmt: skip
+    if of.bias is not None:
+        require_tensor("bias", of.bias, (channels,), (torch.float32,))
+        layer.bias = of.bias.data_ptr()
+    heads = of.heads
+    if heads is None:
+        return layer
+    require(heads.count % heads.groups == 0, f"heads must be a multiple of {heads.groups}, got {heads.count}")
+    layer.heads, layer.groups, layer.key_dim, layer.value_dim = (
+        heads.count,
+        heads.groups,
+        heads.key_dim,
+        heads.value_dim,
+    )
+    keys, at = heads.groups * heads.key_dim, 0
+    for name in heads.order:
+        setattr(layer, f"{name}_at", at)
+        at += of.width if name == "v" else keys
+    require(at == channels, f"channels must be {at} of q, k and v, got {channels}")
+    layer.rates_at, layer.corrects = heads.rates_at, heads.betas_at is not None
+    layer.betas_at = heads.betas_at or 0
+    for name, each in (("rate", heads.rate), ("rate_bias", heads.rate_bias), ("direct", heads.direct)):
+        if each is not None:
+            require_tensor(name, each, (heads.count,), (torch.float32,))
+            setattr(layer, name, each.data_ptr())
+    gating = heads.gating
+    layer.eps, layer.scale, layer.rounds = gating.eps, gating.scale, gating.rounds
+    if gating.norm is not None:
+        width = len(gating.norm)
+        require_tensor("norm", gating.norm, (None,), (dtype,))
+        require(of.width % gating.part == 0 and width in (gating.part, of.width), f"norm has {width} weights")
+        layer.norm, layer.norm_width, layer.norm_part = gating.norm.data_ptr(), width, gating.part
+        layer.gates_first = gating.gates_first
+    return layer

@@ -1,0 +1,61 @@
+"""States of sequences in pages, which the compiled library reads and writes; `states.py` says how they lie."""
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.batch import Batch
+from pdserve.kernels.cpu.calls import Calls, Program
+from pdserve.kernels.cpu.states import Kept, PagedStates
+from pdserve.model.attention import Recurs
+from pdserve.model.layer_groups import LayerGroup
+
+
+class CompiledStates:
+    """Plans a step once, then serves each layer with a state; `States` does the same in torch."""
+
+    def __init__(self, calls: Calls, keeping: Calls, paged: PagedStates, firsts: dict[int, int]) -> None:
+        """keeping: of what `commit` does. firsts: of each layer, its first value in a page."""
+        self._calls = calls
+        self._keeping = keeping
+        self._paged = paged
+        self._firsts = firsts
+        self._kept: list[Kept] = []
+        self._recorded: tuple[Program, int] | None = None
+
+    @classmethod
+    def of(cls, calls: Calls, kv: Tensor, group: LayerGroup, parts: Seq[tuple[int, ...]]) -> Self:
+        """kv: the pool. parts: float32 values of each part of a state, in each layer of the model."""
+        paged = PagedStates(kv.view(len(kv), -1).view(torch.float32), group.page_size)
+        sizes = [sum(parts[layer]) for layer in group.layers]
+        return cls(calls, calls, paged, dict(zip(group.layers, accumulate(sizes, initial=0), strict=False)))
+
+    def planned(self, calls: Program, keeping: Program) -> "CompiledStates":
+        """Return these states through other calls, for steps of single tokens; `commit` then records `keeping`."""
+        return CompiledStates(calls, keeping, self._paged, self._firsts)
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare what all layers share of the step. batch: as the state group sees it."""
+        self._paged.plan(batch.page_table, batch.query_lens, batch.kv_lens)
+        self._kept, self._recorded = [], None
+
+    def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
+        """Compute one layer; see `pdserve.model.attention.Attention`."""
+        out, kept = self._paged.recur(self._calls, of.recurrence, self._firsts[layer], taken)
+        self._kept.append(kept)
+        return out
+
+    def computed(self, keeping: Program, num_rows: int) -> None:
+        """Note that a program computes the planned step, and that `keeping` is to write its states."""
+        self._recorded = keeping, num_rows
+
+    def commit(self) -> None:
+        """Write the states of a step whose tokens are all computed and sampled."""
+        if self._recorded is not None:
+            keeping, num_rows = self._recorded
+            keeping.run(num_rows)
+        for kept in self._kept:
+            self._keeping.take(1, kept.call)
