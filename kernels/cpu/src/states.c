@@ -48,26 +48,23 @@ INLINE void convolve(float *sums, const struct call *call, int64_t token, int ty
     const int64_t chunk = states->chunks[token], channels = of->channels, kernel = of->kernel;
     const int64_t piece = ended_piece(states, chunk, token), page = states->before[chunk];
     const float *kept = page < 0 ? NULL : page_of(states, page) + of->kept_at;
+    const int64_t row_bytes = call->x_stride * size_of(type);
+    const char *row = (const char *)call->x + token * row_bytes;
     float *keeps = piece < 0 ? NULL : (float *)call->scratch + piece * (kernel - 1) * channels;
-    for (int64_t place = 0; place < kernel; place++) {
-        const int64_t other = token + place - (kernel - 1), missing = states->starts[chunk] - other;
-        const char *row = (const char *)call->x + other * call->x_stride * size_of(type);
-        const float *weight = of->weight + place * channels;
-        for (int64_t i = 0; i < channels; i += LANES) {
+    for (int64_t i = 0; i < channels; i += LANES) {
+        floats sum = of->bias ? load_up_to(of->bias, i, channels - i, FLOAT32) : splat(0.0f);
+        for (int64_t place = 0; place < kernel; place++) {
+            const int64_t before = kernel - 1 - place, missing = before - (token - states->starts[chunk]);
             floats x = splat(0.0f);
             if (missing <= 0)
-                x = input_of(of, row, i, type);
+                x = input_of(of, row - before * row_bytes, i, type);
             else if (kept)
                 x = load_up_to(kept + (kernel - 1 - missing) * channels, i, channels - i, FLOAT32);
-            floats sum = x * load_up_to(weight, i, channels - i, FLOAT32);
-            if (place)
-                sum += load_up_to(sums, i, channels - i, FLOAT32);
-            if (place == kernel - 1 && of->bias)
-                sum += load_up_to(of->bias, i, channels - i, FLOAT32);
-            store_up_to(sums, i, channels - i, sum, FLOAT32);
+            sum += x * load_up_to(of->weight + place * channels, i, channels - i, FLOAT32);
             if (keeps && place)
                 store_up_to(keeps + (place - 1) * channels, i, channels - i, x, FLOAT32);
         }
+        store_up_to(sums, i, channels - i, sum, FLOAT32);
     }
 }
 
