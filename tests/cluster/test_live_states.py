@@ -17,6 +17,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 pytestmark = pytest.mark.long
 
 MODEL_FAMILY = "qwen3.5"
+MODEL_SHAPE = {"hidden_size": 512, "intermediate_size": 2816}  # so that answers last as long as their moves
 NUM_WORKERS = 3
 
 
