@@ -17,11 +17,22 @@ _WEIGHT = 2.0  # what is expected of a sequence's guesses counts as so many that
 
 
 @value
+class AnswerLookup:
+    """How guesses are found in recent answers, by vLLM's settings of suffix decoding."""
+
+    longest: int  # tokens compared
+    most_answers: int  # that are kept
+    least_share: float  # of the places that went on as guessed, multiplied over guesses
+    factor: float  # guesses for each token that matched
+
+
+@value
 class NgramLookup:
     """How many of the latest tokens have to have stood together before, and how many are compared."""
 
     shortest: int
     longest: int
+    answers: AnswerLookup | None = None  # how guesses are found in other answers, too
 
 
 @value
@@ -112,7 +123,7 @@ class Guessing:
 
     index: NgramIndex | None = None  # from the first lookup on
     trials: Trials = field(default_factory=Trials)
-    num_matched: int = 0  # tokens before the present guesses
+    num_matched: int = 0  # tokens before the present guesses; below zero: so many in another answer
     num_drafted: int = 0  # leading tokens whose KV the draft model has
     num_to_feed: int = 0  # most tokens before those of the next step that the draft model takes in after it
     num_to_draft: int = 0  # most guesses that the draft model makes after the next step

@@ -125,6 +125,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and give up its hold on its pages."""
         self.stop(sequence)
+        self.speculation.remember(sequence)
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:

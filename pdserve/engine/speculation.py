@@ -19,7 +19,8 @@ from math import inf
 from operator import itemgetter
 
 from pdserve.engine.draft_model import DraftModel
-from pdserve.engine.guesses import NgramIndex, NgramLookup, Trials
+from pdserve.engine.guesses import NO_MATCH, NgramIndex, NgramLookup, Trials
+from pdserve.engine.recent_answers import RecentAnswers
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Phase, StepPlan, StepResult, work_of
 from pdserve.engine.timed_steps import TimedSteps
@@ -46,7 +47,10 @@ class Speculation:
 
         draft_model_len: longest sequence of the runner's draft model; 0: it has none. head: its method, if it is one.
         """
-        self.source = "ngram" if lookup is not None else ""  # of guesses, by its name in the settings
+        answers = None if lookup is None else lookup.answers
+        self._answers = None if answers is None else RecentAnswers(answers)
+        looked_up = "ngram" if answers is None else "suffix"
+        self.source = looked_up if lookup is not None else ""  # of guesses, by its name in the settings
         self._num_tokens = num_tokens
         self._lookup = lookup
         self._draft_model: DraftModel | None = None
@@ -104,9 +108,18 @@ class Speculation:
         if guessing.index is None:
             guessing.index = NgramIndex(self._lookup)
         self._num_left -= guessing.index.extend(tokens, self._num_left)
-        if guessing.index.num_indexed == len(tokens):
-            match = guessing.index.find(tokens, most)
-            guessing.num_matched, sequence.drafts = match.num_matched, match.guesses
+        is_indexed = guessing.index.num_indexed == len(tokens)
+        match = guessing.index.find(tokens, most) if is_indexed else NO_MATCH
+        guessing.num_matched, sequence.drafts = match.num_matched, match.guesses
+        if self._answers is not None:
+            other = self._answers.find(sequence.job.scope, tokens, most, match.num_matched)
+            if other.guesses:
+                guessing.num_matched, sequence.drafts = -other.num_matched, other.guesses
+
+    def remember(self, sequence: Sequence) -> None:
+        """Take in a sequence that is not computed any more: others may go on as its answer did."""
+        if self._answers is not None and sequence.num_output_tokens > 1:
+            self._answers.remember(sequence.job.scope, sequence.tokens, sequence.job.num_prompt_tokens)
 
     def counts(self, decoding: Seq[Sequence]) -> Mapping[Sequence, int]:
         """Return how many guesses of sequences the next step should verify; nothing of those without."""

@@ -32,7 +32,7 @@ Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 def open_drafts(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
     """Open what is configured to guess; ConfigError if it cannot do so for the worker's model."""
     given = config.speculative_config
-    if given is None or given.method == "ngram":
+    if given is None or given.looks_up:
         return None
     if given.method == "mtp":
         try:

@@ -9,7 +9,8 @@ import torch
 from pdserve.base.errors import ConfigError
 from pdserve.base.roles import lacks_pages
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.guesses import AnswerLookup, NgramLookup
+from pdserve.engine.recent_answers import SHORTEST
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
@@ -29,6 +30,7 @@ from pdserve.model.sharding import check_divides
 from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
+from pdserve.settings.speculative import SpeculativeConfig
 
 MAX_CHARACTERS = 100
 
@@ -160,9 +162,7 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
     max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
     if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
-    guessed, lookup = config.speculative_config, None
-    if guessed is not None and guessed.method == "ngram":
-        lookup = NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
+    guessed = config.speculative_config
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=step_tokens,
@@ -170,8 +170,21 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
         num_speculative_tokens=0 if guessed is None else guessed.num_speculative_tokens,
-        lookup=lookup,
+        lookup=None if guessed is None else lookup_of(guessed),
     )
+
+
+def lookup_of(guessed: SpeculativeConfig) -> NgramLookup | None:
+    """Return how guesses are looked up; None: the runner makes them."""
+    match guessed.method:
+        case "ngram":
+            return NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
+        case "suffix":
+            depth, most_answers = guessed.suffix_decoding_max_tree_depth, guessed.suffix_decoding_max_cached_requests
+            shares = guessed.suffix_decoding_min_token_prob, guessed.suffix_decoding_max_spec_factor
+            return NgramLookup(SHORTEST, depth, AnswerLookup(depth, most_answers, *shares))
+        case _:
+            return None
 
 
 def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:

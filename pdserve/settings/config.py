@@ -323,7 +323,7 @@ class WorkerConfig(ServingConfig):
         if self.speculative_config is not None and self.num_ranks > 1:
             raise ValueError("speculative_config: a worker of several ranks verifies no guesses yet")
         kv_dtype, guessed = self.kv_cache_dtype, self.speculative_config
-        if guessed is not None and guessed.method != "ngram" and kv_dtype != "auto":
+        if guessed is not None and not guessed.looks_up and kv_dtype != "auto":
             raise ValueError(
                 f"speculative_config.method: {guessed.method} is not served with kv_cache_dtype {kv_dtype}"
             )

@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from pdserve.base.yaml_models import FieldError, parsed_json
 
+_PREFIXES = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}  # of keys, and whose they are
 MAX_TOKENS = 15  # rows of a sequence beside its own: so many as the kernels' tiles would take together
 
 
@@ -14,9 +15,10 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["ngram", "draft_model", "eagle3", "mtp"] = Field(
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] = Field(
         "ngram",
-        description="ngram: what followed the latest tokens where they stood in the same sequence before. draft_model: "
+        description="ngram: what followed the latest tokens where they stood in the same sequence before. suffix: "
+        "what followed them there or in recent answers to the same tenant. draft_model: "
         "what a smaller model samples. eagle3: what an EAGLE-3 head samples, from what the model computes. mtp: what "
         "the model's own module samples.",
     )
@@ -29,9 +31,26 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_max: int = Field(
         8, ge=1, le=32, description="How many of them are compared; of longer matches the latest counts."
     )
+    suffix_decoding_max_tree_depth: int = Field(
+        24, ge=2, le=64, description="How many of the latest tokens are compared, for method suffix."
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        10_000, ge=0, description="Most recent answers kept; 0: none. Their tokens have a limit as well."
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        1.0, gt=0, le=MAX_TOKENS, description="Most guesses for each token that matched in a recent answer."
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0, le=1, description="Least share of recent answers that went on like a guess and those before it."
+    )
     model: str | None = Field(
         None, min_length=1, description="The draft model or head, a path or a name as of `model`; for these methods."
     )
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether guesses are looked up in tokens; else a model makes them."""
+        return self.method in _PREFIXES.values()
 
     @model_validator(mode="after")
     def _has_keys_of_its_method(self) -> Self:
@@ -40,9 +59,10 @@ class SpeculativeConfig(BaseModel):
             raise FieldError(("model",), f"goes with method draft_model or eagle3, not with {self.method}")
         if self.model is None and has_model:
             raise FieldError(("model",), f"method {self.method} needs it")
-        if self.method != "ngram":
-            for key in sorted(self.model_fields_set & {"prompt_lookup_min", "prompt_lookup_max"}):
-                raise FieldError((key,), f"goes with method ngram, not with {self.method}")
+        for key in sorted(self.model_fields_set):
+            own = next((method for prefix, method in _PREFIXES.items() if key.startswith(prefix)), self.method)
+            if own != self.method:
+                raise FieldError((key,), f"goes with method {own}, not with {self.method}")
         return self
 
     @model_validator(mode="after")

@@ -57,7 +57,7 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "eagle3"])
 def method(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -87,7 +87,7 @@ def expected(model: Path) -> list[dict[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def cluster(method: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    own: dict[str, object] = {"prompt_lookup_min": 1}
+    own: dict[str, object] = {"prompt_lookup_min": 1} if method == "ngram" else {}
     if method == "draft_model":
         own = {"model": str(model)}
     elif method == "eagle3":

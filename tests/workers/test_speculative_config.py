@@ -7,7 +7,7 @@ import pytest
 from model_zoo import write_model
 
 from pdserve.base.errors import ConfigError
-from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.guesses import AnswerLookup, NgramLookup
 from pdserve.executor import draft_loading, loading
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import build_engine, open_model
@@ -22,13 +22,20 @@ def worker(tmp_path: Path, given: object, **settings: object) -> WorkerConfig:
     return load_config(WorkerConfig, flags={**own, **fixed, **settings, "speculative_config": given})
 
 
-def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path) -> None:
-    config = worker(write_model("llama3", tmp_path), NGRAM)
-    assert config == worker(tmp_path, json.loads(NGRAM))
+SUFFIX = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 7}'
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [(NGRAM, NgramLookup(3, 5)), (SUFFIX, NgramLookup(2, 24, AnswerLookup(24, 7, 0.1, 1.0)))],
+)
+def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, lookup: NgramLookup) -> None:
+    config = worker(write_model("llama3", tmp_path), given)
+    assert config == worker(tmp_path, json.loads(given))
     engine = build_engine(config, open_model(config), b"secret", lambda share: None)
     engine.executor.close()
     limits = engine.scheduler.limits
-    assert (limits.num_speculative_tokens, limits.lookup) == (4, NgramLookup(3, 5))
+    assert (limits.num_speculative_tokens, limits.lookup) == (4, lookup)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,9 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path) -> None:
         ('{"method": "draft_model"}', {}, r"--speculative-config\.model: method draft_model needs it"),
         (DRAFT[:-1] + ', "num_speculative_tokens": 16}', {}, r"num-speculative-tokens: 16 is refused"),
         (DRAFT[:-1] + ', "prompt_lookup_min": 2}', {}, r"prompt-lookup-min: goes with method ngram"),
+        ('{"method": "suffix", "prompt_lookup_min": 2}', {}, r"prompt-lookup-min: goes with method ngram"),
+        ('{"suffix_decoding_min_token_prob": 0.5}', {}, r"min-token-prob: goes with method suffix, not with ngram"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', {}, r"max-tree-depth: 1 is refused"),
         (DRAFT[:-1] + ', "quantization": "int8"}', {}, r"--speculative-config\.quantization: unknown key"),
         (DRAFT, {"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: draft_model is not served"),
         (DRAFT, {"device": "cuda"}, "speculative_config: device cuda"),

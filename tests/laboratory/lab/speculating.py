@@ -14,7 +14,6 @@ from pdserve.base.ids import Attempt, RequestId
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -22,6 +21,7 @@ from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
+from pdserve.executor.loading import lookup_of
 from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
 from pdserve.protocol.paging import Paging
@@ -134,8 +134,8 @@ class SpeculationBench:
     ) -> Answering:
         limits = self._limits
         if guessed is not None:
-            lookup = NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
-            limits = replace(limits, num_speculative_tokens=guessed.num_speculative_tokens, lookup=lookup)
+            counted = guessed.num_speculative_tokens
+            limits = replace(limits, num_speculative_tokens=counted, lookup=lookup_of(guessed))
         scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
         for rows, elapsed_s in self._trial:
             scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)

@@ -1,0 +1,107 @@
+"""Guesses from other answers are what most often followed the longest match, of the same tenant and adapter alone."""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.base.ids import Attempt, RequestId
+from pdserve.engine import recent_answers
+from pdserve.engine.guesses import NO_MATCH, AnswerLookup, Match, NgramLookup
+from pdserve.engine.recent_answers import SHORTEST, RecentAnswers
+from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.speculation import Speculation
+from pdserve.protocol.prefix_hash import EVERYONE, CacheScope
+from pdserve.protocol.sampling import SamplingParams
+
+LONGEST, LEAST = 5, 0.4
+LOOKUP = AnswerLookup(LONGEST, 100, LEAST, 2.0)
+OTHERS = CacheScope("others")
+TOKENS = st.lists(st.integers(0, 2), max_size=14)
+
+
+def expected(kept: Seq[Seq[int]], tokens: Seq[int], most: int, longer_than: int) -> Match:
+    """Return what a look at every place says. kept: of one scope, the oldest first."""
+    places = [(answer, end) for answer in reversed(kept) for end in range(len(answer) - 1, 0, -1)]
+
+    def matched(answer: Seq[int], end: int) -> int:
+        counts = range(min(LONGEST, end, len(tokens)), SHORTEST - 1, -1)
+        return next((n for n in counts if list(answer[end - n : end]) == list(tokens[-n:])), 0)
+
+    best = max((matched(*place) for place in places), default=0)
+    if best <= longer_than:
+        return NO_MATCH
+    following = [list(answer[end:]) for answer, end in places if matched(answer, end) == best]
+    guesses, share = list[int](), 1.0
+    while len(guesses) < min(most, 2 * best):
+        nexts = [each[len(guesses)] if len(each) > len(guesses) else None for each in following]
+        token, count = Counter(nexts).most_common(1)[0]
+        share *= count / len(following)
+        if token is None or share < LEAST:
+            break
+        following = [each for each, own in zip(following, nexts, strict=True) if own == token]
+        guesses.append(token)
+    return Match(tuple(guesses), best)
+
+
+@given(st.lists(st.tuples(st.sampled_from((EVERYONE, OTHERS)), TOKENS), max_size=9), TOKENS, st.integers(1, 6))
+def test_guesses_are_what_most_often_followed_the_longest_match_among_the_answers_that_are_kept(
+    given_answers: list[tuple[CacheScope, list[int]]], tokens: list[int], most: int
+) -> None:
+    capacity = 40
+    answers, kept = RecentAnswers(LOOKUP, capacity), list[tuple[CacheScope, list[int]]]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recent_answers, "_MOST_PLACES", 1000)
+        for scope, answer in given_answers:
+            answers.remember(scope, answer, 0)
+            if len(answer) > SHORTEST:
+                kept.append((scope, answer))
+            while sum(len(each) + 2 for _, each in kept) > capacity:
+                kept.pop(0)
+            for longer_than in (0, 3):
+                found = answers.find(EVERYONE, tokens, most, longer_than)
+                assert found == expected([each for own, each in kept if own == EVERYONE], tokens, most, longer_than)
+
+
+def test_no_more_answers_are_kept_than_asked_for_and_nothing_is_left_of_the_others() -> None:
+    answers = RecentAnswers(AnswerLookup(LONGEST, 2, 0.0, 9.0))
+    for first in range(0, 900, 10):
+        answers.remember(CacheScope(str(first % 30)), range(first, first + 8), 0)
+    assert [len(each) for each in answers._latest.values()] == [6, 6]
+    assert answers.find(CacheScope("20"), (890, 891, 892), 3, 0) == Match((893, 894, 895), 3)
+    assert answers.find(CacheScope("10"), (890, 891, 892), 3, 0) == NO_MATCH, "they are another tenant's"
+    assert answers.find(CacheScope("0"), (870, 871, 872), 3, 0) == NO_MATCH, "they are forgotten"
+
+
+def test_the_end_of_a_prompt_is_kept_before_its_answer_and_of_a_long_answer_its_end() -> None:
+    answers, prompt = RecentAnswers(LOOKUP), list(range(100, 200))
+    answers.remember(EVERYONE, [*prompt, 1, 2, 3], len(prompt))
+    assert answers.find(EVERYONE, prompt, 9, 0) == Match((1, 2, 3), LONGEST)
+    assert answers.find(EVERYONE, prompt[:50], 9, 0) == NO_MATCH
+    answers.remember(EVERYONE, range(1000, 9000), 0)
+    assert answers.find(EVERYONE, (5000, 5001), 2, 0) == Match((5002, 5003), 2)
+    assert answers.find(EVERYONE, (4000, 4001), 2, 0) == NO_MATCH
+
+
+def sequence_of(scope: CacheScope, prompt: Seq[int], answer: Seq[int]) -> Sequence:
+    params = SamplingParams(max_tokens=100)
+    job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,), scope)
+    return Sequence(job, (0,), [*prompt, *answer], 0)
+
+
+def test_a_sequence_is_guessed_from_what_was_answered_before_unless_it_says_more_itself() -> None:
+    made = Speculation(8, NgramLookup(SHORTEST, LONGEST, LOOKUP))
+    assert made.source == "suffix"
+    made.remember(sequence_of(EVERYONE, (1, 2, 3), (10, 11, 12, 13)))
+    made.remember(sequence_of(EVERYONE, (1, 2, 3), (20,)))  # which a hand-off left behind
+    same = sequence_of(EVERYONE, (7, 2, 3), (10,))
+    made.guess(same, (), 8)
+    assert (same.drafts, same.guessing.num_matched) == ((11, 12, 13), -3)
+    other = sequence_of(OTHERS, (7, 2, 3), (10,))
+    made.guess(other, (), 8)
+    assert other.drafts == ()
+    itself = sequence_of(EVERYONE, (7, 2, 3, 10, 30, 31), (7, 2, 3, 10))
+    made.guess(itself, (), 2)
+    assert (itself.drafts, itself.guessing.num_matched) == ((30, 31), 4)
