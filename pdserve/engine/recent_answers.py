@@ -15,7 +15,7 @@ from pdserve.engine.guesses import NO_MATCH, AnswerLookup, Match
 from pdserve.protocol.prefix_hash import CacheScope
 
 CAPACITY = 2**18  # tokens of all answers: about 50 MB
-MOST_OF_ONE = 4096  # tokens of an answer, its last ones: indexing them takes 2 ms
+MOST_OF_ONE = 2048  # tokens of an answer, its last ones: indexing them, and forgetting as many, takes about 2 ms
 SHORTEST = 2  # tokens that have to have stood together
 _MOST_PLACES = 16  # that one lookup compares
 _BORDER = -1  # before and behind each answer
@@ -55,10 +55,10 @@ class RecentAnswers:
         self._answers.append(answer)
         for place, token in enumerate((_BORDER, *kept, _BORDER), answer.begin):
             self._tokens[place % len(self._tokens)] = token
-        latest = self._latest.setdefault(scope, {})
-        for number in range(SHORTEST, len(kept)):
-            ngram, place = tuple(kept[number - SHORTEST : number]), answer.begin + 1 + number
-            self._earlier[place % len(self._tokens)] = latest.get(ngram, 0)
+        latest, earlier, size = self._latest.setdefault(scope, {}), self._earlier, len(self._tokens)
+        ngrams = zip(*(kept[number:-1] for number in range(SHORTEST)), strict=False)
+        for place, ngram in enumerate(ngrams, answer.begin + 1 + SHORTEST):
+            earlier[place % size] = latest.get(ngram, 0)
             latest[ngram] = place
         self._end = answer.end
 

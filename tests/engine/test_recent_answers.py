@@ -81,8 +81,8 @@ def test_the_end_of_a_prompt_is_kept_before_its_answer_and_of_a_long_answer_its_
     assert answers.find(EVERYONE, prompt, 9, 0) == Match((1, 2, 3), LONGEST)
     assert answers.find(EVERYONE, prompt[:50], 9, 0) == NO_MATCH
     answers.remember(EVERYONE, range(1000, 9000), 0)
-    assert answers.find(EVERYONE, (5000, 5001), 2, 0) == Match((5002, 5003), 2)
-    assert answers.find(EVERYONE, (4000, 4001), 2, 0) == NO_MATCH
+    assert answers.find(EVERYONE, (8000, 8001), 2, 0) == Match((8002, 8003), 2)
+    assert answers.find(EVERYONE, (6000, 6001), 2, 0) == NO_MATCH
 
 
 def sequence_of(scope: CacheScope, prompt: Seq[int], answer: Seq[int]) -> Sequence:
