@@ -111,15 +111,28 @@ class SpeculationBench:
         prompts = [[drawn.randrange(self._vocab_size) for _ in range(_COPIED)] for _ in range(num_streams)]
         return self._measured("random", prompts, _SAMPLED, rounds)
 
-    def _measured(self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, rounds: int) -> Gain:
-        pairs = []
+    def again(self, texts: Sequence[str], rounds: int) -> Gain:
+        """Let it go on after texts, and when it has, after the same texts behind another number, greedily."""
+        prompts = [self._encode(f"Text {number}\n\n{text}")[:_COPIED] for number in range(2) for text in texts]
+        return self._measured("again", prompts, _GREEDY, rounds, len(texts))
+
+    def _measured(
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        rounds: int,
+        num_streams: int | None = None,
+    ) -> Gain:
+        """num_streams: answers at once; None: all of them."""
+        pairs, at_once = [], num_streams or len(prompts)
         for _ in range(rounds):
-            plain, guessing = self._run(prompts, params, None), self._run(prompts, params, self._guessed)
+            plain, guessing = (self._run(prompts, params, guessed, at_once) for guessed in (None, self._guessed))
             pairs.append((plain.taken_s, guessing.taken_s))
         without_s, with_s = (median(times) for times in zip(*pairs, strict=True))
         return Gain(
             workload=name,
-            num_streams=len(prompts),
+            num_streams=at_once,
             num_tokens=sum(map(len, guessing.answers.values())),
             without_s=without_s,
             with_s=with_s,
@@ -130,9 +143,13 @@ class SpeculationBench:
         )
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, guessed: SpeculativeConfig | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        guessed: SpeculativeConfig | None,
+        num_streams: int,
     ) -> Answering:
-        limits = self._limits
+        limits = replace(self._limits, max_num_seqs=num_streams)
         if guessed is not None:
             counted = guessed.num_speculative_tokens
             limits = replace(limits, num_speculative_tokens=counted, lookup=lookup_of(guessed))
@@ -160,3 +177,4 @@ def measure_speculation(
     for count in counts:
         yield bench.copying(texts[:count], rounds)
         yield bench.random(count, rounds)
+        yield bench.again(texts[:count], rounds)
