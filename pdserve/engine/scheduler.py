@@ -160,8 +160,7 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute.
 
         While a step runs, also None if all that could be planned needs its tokens, or pages that only preemption frees,
-        and if guesses are verified.
-        A brief step computes a few tokens of prompts, at most a page, however much it decodes.
+        and if guesses are verified. A brief step computes few tokens of prompts, at most a page, and all that decodes.
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
