@@ -132,9 +132,13 @@ def tile_of(num_rows: int, weight: CodeBlocks, *, is_exact: bool) -> Tile:
 
 
 def num_splits(num_rows: int, weight: CodeBlocks, tile: Tile, chip: Device) -> int:
-    """Return how many parts the inputs are divided in, so that few rows and outputs fill the chip, too."""
+    """Return how many parts the inputs are divided in, so that few rows and outputs fill the chip, too.
+
+    A power of two: kernels are compiled for it, and a worker compiles those of steps of powers of two before it serves.
+    """
     programs = -(-num_rows // tile.rows) * -(-weight.outputs // tile.width)
-    return max(1, min(MAX_SPLITS, weight.inputs // MIN_INPUTS, PROGRAMS_PER_SM * chip.num_sms // programs))
+    most = max(1, min(MAX_SPLITS, weight.inputs // MIN_INPUTS, PROGRAMS_PER_SM * chip.num_sms // programs))
+    return 1 << (most.bit_length() - 1)
 
 
 def block_inputs(weight: CodeBlocks, most: int = MOST_INPUTS) -> int:

@@ -89,7 +89,7 @@ def coded_sums(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def product(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr,
     num_rows, x_stride, out_stride, scale, x_groups,
@@ -126,7 +126,7 @@ def product(
         tl.store(out, sums.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sum_splits(
     parts_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, out_stride, scale,
     WIDTH: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -3,7 +3,7 @@
 A rate counts the bytes of codes and scales. Matrices rotate, so that no cache holds them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from pdserve.kernels import tuning
 from pdserve.kernels.code_blocks import CodeBlocks, Kind
 from pdserve.kernels.experts import Grouped, grouped_product
 from pdserve.kernels.products import product, rounds_inputs
+from pdserve.model.device_codes import joined_blocks
 
 SIZE, DRY_SIZE = 8192, 128  # outputs and inputs
 ROWS, DRY_ROWS = (1, 16, 64, 512, 4096), (2, 70)
@@ -30,13 +31,44 @@ FORMS: tuple[tuple[str, Kind, int, bool], ...] = (  # name, codes, inputs that s
 )
 # Of GPT-OSS 20B: experts, of which each row takes four; gates and ups, and hidden features.
 EXPERTS, DRY_EXPERTS = (32, 5760, 2880), (4, 72, 64)
-TAKEN = 4
+EXPERT_ROWS, TAKEN = (1, 16, 64, 1024), 4
 
 
 def cases(device: Device) -> Iterator[Case]:
     for name, kind, group, minimums in FORMS:
         yield name, partial(_form, device, name, kind, group, minimums=minimums)
     yield "experts in MXFP4", partial(_experts, device)
+
+
+def jobs(device: Device) -> dict[str, Callable[[Device], None]]:
+    """Return what compiles the kernels of `cases`, a job for each form."""
+    found = {name: partial(_launch, kind, group, minimums) for name, kind, group, minimums in FORMS}
+    return device.sized({**found, "experts in MXFP4": _launch_experts}, {"experts in MXFP4": _launch_experts})
+
+
+def _launch(kind: Kind, group: int, minimums: bool, device: Device) -> None:
+    size = device.sized(SIZE, DRY_SIZE)
+    weight, _ = coded_matrix(kind, (size, size), group or size, minimums=minimums, device=device.name)
+    rounds = rounds_inputs(weight, tuning.device_of(device.name))
+    for num_rows in device.sized(ROWS, DRY_ROWS):
+        x = torch.zeros((num_rows, size), dtype=device.half, device=device.torch)
+        for rounded in (False, True)[: 1 + rounds]:
+            product(x, weight, rounded=rounded)
+    device.synchronize()
+
+
+def _launch_experts(device: Device) -> None:
+    count, width, inputs = device.sized(EXPERTS, DRY_EXPERTS)
+    weight, _ = coded_matrix("fp4", (width, inputs), 32, device=device.name)
+    weight = joined_blocks([weight] * count)
+    floats = torch.zeros((count, width, inputs), dtype=device.half, device=device.torch)
+    for num_rows in device.sized(EXPERT_ROWS, DRY_ROWS):
+        x = torch.zeros((num_rows, inputs), dtype=device.half, device=device.torch)
+        shares, chosen = torch.ones((num_rows, count), device=device.torch).topk(TAKEN)
+        of = Grouped.of(shares, chosen, count)
+        for each in (weight, floats):
+            grouped_product(x, each, None, of.rows, of, device.half)
+    device.synchronize()
 
 
 def _form(device: Device, name: str, kind: Kind, group: int, *, minimums: bool) -> Iterator[Row]:
@@ -63,7 +95,7 @@ def _experts(device: Device) -> Iterator[Row]:
     weight, values = coded_matrix("fp4", (count * width, inputs), 32, device=device.name)
     floats = values.to(device.half).view(count, width, inputs)
     del values
-    for num_rows in device.sized((1, 16, 64, 1024), DRY_ROWS):
+    for num_rows in device.sized(EXPERT_ROWS, DRY_ROWS):
         x = torch.randn((num_rows, inputs), device=device.torch).to(device.half)
         shares, chosen = torch.randn((num_rows, count), device=device.torch).softmax(-1).topk(TAKEN)
         of = Grouped.of(shares, chosen, count)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 import gpu_attention
+import gpu_coded
 import torch
 from gpu_device import Device, device_of
 from gpu_engine import FAMILIES, small_runner
@@ -61,6 +62,7 @@ def _kernels(device: Device) -> dict[str, Job[None]]:
         for load in {(each.spec, each.tile, each.shape.size is None): each for each in loads}.values()
     }
     jobs["the CPU engine's library"] = _library
+    jobs |= gpu_coded.jobs(device)
     return jobs | {f"sampler {dtype}": partial(_sampler, dtype) for dtype in (torch.bfloat16, torch.float32)}
 
 

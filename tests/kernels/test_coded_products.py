@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels.code_blocks import CodeBlocks, Kind
 from pdserve.kernels.experts import Grouped, grouped_product
-from pdserve.kernels.products import Finish, coded_rows, num_splits, product, rounds_inputs, tile_of
+from pdserve.kernels.products import Finish, Tile, coded_rows, num_splits, product, rounds_inputs, tile_of
 from pdserve.kernels.tuning import INTERPRETER, Device
 
 NEAR = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -78,6 +78,19 @@ def test_parts_of_the_inputs_sum_to_the_whole_and_are_finished_once(
     expected = (x.double() @ values.t() + bias.double()) * 0.5 + residual.double()
     assert product(x, weight, Finish(onto, 0.5), chip=chip) is onto
     assert error(onto, expected) < NEAR[torch.float32]
+
+
+def test_steps_of_any_size_take_the_kernels_of_steps_of_powers_of_two() -> None:
+    for outputs, inputs in ((1024, 4096), (4096, 14336), (28672, 4096)):
+        codes = torch.empty((inputs // 32, outputs, 16), dtype=torch.uint8)
+        weight = CodeBlocks("int4", codes, torch.empty((inputs // 128, outputs)), None, inputs, 128)
+
+        def launched(num_rows: int, weight: CodeBlocks = weight) -> tuple[Tile, int]:
+            tile = tile_of(num_rows, weight, is_exact=False)
+            return tile, num_splits(num_rows, weight, tile, Device((9, 0), 132))
+
+        warm = {launched(1 << power) for power in range(14)}
+        assert {launched(num_rows) for num_rows in range(1, 8192, 7)} <= warm
 
 
 def test_a_residual_joins_a_product_that_is_not_parted() -> None:

@@ -20,6 +20,7 @@ from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 import kernel_compiler as compiling
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Activation
@@ -59,7 +60,8 @@ def launch(attention, batch, size):
 
 kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
 ropes = [Rope(config.head_dim, config.design.layers[0].attention.rope, META)] * config.num_layers
-kind = LayerKind(0, config.design.layers[0].attention.scores, kv, tuple(ropes))
+rows = KvRows(config.head_dim, torch.bfloat16)
+kind = LayerKind(0, config.design.layers[0].attention.scores, kv, tuple(ropes), rows)
 attention = TritonAttention(config, 2048, graph_sizes(256), None, kind)
 with compiling.recorded() as launches:
     launch(attention, step(1, 1, 1), 4)
