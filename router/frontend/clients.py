@@ -181,6 +181,11 @@ class Clients:
             raise RefusedError(denied)
         return client
 
+    def tenant(self, key: bytes | None) -> str:
+        """Return the tenant of a call's key, empty where callers need no key. Raises what `identify` raises."""
+        client = self.identify(key)
+        return "" if client is None else client.tenant
+
     def counted_by(self, tenants: Tenants) -> "Clients":
         """Return the same clients, whose requests other routers count: limits hold for each model on its own."""
         clients = Clients(None, tenants)

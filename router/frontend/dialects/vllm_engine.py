@@ -49,7 +49,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
     async def Generate(self, request: vllm.GenerateRequest, context: AnyContext) -> None:
         async with denying(context):
             asked = native(request, self._intake.max_model_len())
-            tenant = self._tenant(bearer(context.invocation_metadata()))
+            tenant = self._intake.clients.tenant(bearer(context.invocation_metadata()))
             made = Replies(asked, streams=request.stream)
 
             def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> list[vllm.GenerateResponse]:
@@ -80,7 +80,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
     async def Abort(self, request: vllm.AbortRequest, context: AnyContext) -> vllm.AbortResponse:
         """End requests of the caller's tenant by the names that it gave them. Unknown names are ignored."""
         async with denying(context):
-            tenant = self._tenant(bearer(context.invocation_metadata()))
+            tenant = self._intake.clients.tenant(bearer(context.invocation_metadata()))
         self._intake.backend.abort(tenant, tuple(request.request_ids))
         return vllm.AbortResponse()
 
@@ -89,11 +89,6 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             calls = self._running.get((tenant, name), set())
             while calls:
                 calls.pop().cancel()
-
-    def _tenant(self, key: bytes | None) -> str:
-        """Return the tenant of a key, empty where callers need no key. Raises RefusedError."""
-        client = self._intake.clients.identify(key)
-        return "" if client is None else client.tenant
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: AnyContext) -> vllm.HealthCheckResponse:
         is_ready = (await self._intake.backend.engine()).is_ready

@@ -12,7 +12,6 @@ from pdserve.base.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import RefusedError
 from pdserve.router.config import EndpointConfig
-from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.models import Models
 from pdserve.router.frontend.openai.connection import Connection
@@ -69,7 +68,7 @@ class Responses:
         """Serve POST /v1/responses. Raises what `errors.refused_by` knows."""
         asked = ResponseRequest.model_validate_json(body)
         asked.check()
-        tenant = tenant_of(self._models.first.clients, scope)
+        tenant = self._models.first.clients.tenant(key_of(scope))
         asked, intake = await self._directed(tenant, asked)
         context = await context_of(self.store, tenant, asked)
         given = await given_in(self.store, tenant, asked.input)
@@ -131,9 +130,9 @@ class Responses:
         """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
         asked = CountInputRequest.model_validate_json(body)
         asked.check()
-        asked, intake = await self._directed(tenant_of(self._models.first.clients, scope), asked)
+        tenant = self._models.first.clients.tenant(key_of(scope))
+        asked, intake = await self._directed(tenant, asked)
         async with visiting(intake, scope) as visit:
-            tenant = "" if visit.client is None else visit.client.tenant
             context = await context_of(self.store, tenant, asked)
             chat = asked.chat(context, await given_in(self.store, tenant, asked.input))
             request = inference.GenerateRequest(chat=chat_of(chat))
@@ -158,9 +157,3 @@ async def _stream(log: EventLog, connection: Connection, send: Send, headers: Se
             return
         await send({"type": "http.response.body", "body": data, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
-
-
-def tenant_of(clients: Clients, scope: Scope) -> str:
-    """Return whose responses and conversations a call sees; empty where callers need no key."""
-    client = clients.identify(key_of(scope))
-    return "" if client is None else client.tenant

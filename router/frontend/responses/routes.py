@@ -12,8 +12,8 @@ from fastapi.responses import StreamingResponse
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.openai.body import Body
+from pdserve.router.frontend.openai.generation import key_of
 from pdserve.router.frontend.responses.background import Background
-from pdserve.router.frontend.responses.door import tenant_of
 from pdserve.router.frontend.responses.event_log import EVENTS
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.fields import Metadata
@@ -93,7 +93,7 @@ class KeptResponses:
 
     async def retrieve(self, response_id: str, asked: Annotated[Retrieving, Query()], call: Request) -> Response:
         """A response as it is now, or the events of one that was begun in the background with a stream."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         found = await self._store.get(tenant, response_id, Kind.RESPONSE)
         if not asked.stream:
             return Response(msgspec.json.encode(found.body), media_type="application/json")
@@ -106,7 +106,7 @@ class KeptResponses:
 
     async def delete(self, response_id: str, call: Request) -> Json:
         """Forget a response. If it is still being computed, it is cancelled."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         if not await self._store.ask(Shelf.delete, tenant, response_id, Kind.RESPONSE):
             raise not_kept(response_id)
         self._background.cancel(tenant, response_id)
@@ -114,7 +114,7 @@ class KeptResponses:
 
     async def cancel(self, response_id: str, call: Request) -> Json:
         """Cancel a response that is computed in the background; one that has ended stays as it is."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         found = await self._store.ask(Shelf.cancel, tenant, response_id)
         if found is None:
             raise not_kept(response_id)
@@ -126,7 +126,7 @@ class KeptResponses:
 
     async def input_items(self, response_id: str, asked: Annotated[Listing, Query()], call: Request) -> Json:
         """The items that a response's own request had."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         await self._store.get(tenant, response_id, Kind.RESPONSE)
         return listed(await self._store.ask(Shelf.items, tenant, response_id), asked)
 
@@ -152,7 +152,7 @@ class KeptConversations:
 
     async def create(self, body: NewConversation, call: Request) -> Json:
         """Begin a conversation."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         about: Json = {"id": f"conv_{secrets.token_hex(24)}", "object": "conversation"}
         about |= {"created_at": int(time.time()), "metadata": body.metadata or {}}
         entry = Entry(about, await self._new_items(tenant, body.items))
@@ -165,7 +165,7 @@ class KeptConversations:
 
     async def update(self, conversation_id: str, body: NewMetadata, call: Request) -> Json:
         """Replace a conversation's metadata."""
-        tenant, metadata = tenant_of(self._clients, call.scope), body.metadata or {}
+        tenant, metadata = self._clients.tenant(key_of(call.scope)), body.metadata or {}
 
         def change(found: Holder) -> Json:
             return found.body | {"metadata": metadata}
@@ -177,7 +177,7 @@ class KeptConversations:
 
     async def delete(self, conversation_id: str, call: Request) -> Json:
         """Forget a conversation. Responses that it had are kept."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         if not await self._store.ask(Shelf.delete, tenant, conversation_id, Kind.CONVERSATION):
             raise not_kept(conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -208,14 +208,16 @@ class KeptConversations:
 
     async def delete_item(self, conversation_id: str, item_id: str, call: Request) -> Json:
         """Remove an item from a conversation; answers with the conversation."""
-        left = await self._store.ask(Shelf.delete_item, tenant_of(self._clients, call.scope), conversation_id, item_id)
+        left = await self._store.ask(
+            Shelf.delete_item, self._clients.tenant(key_of(call.scope)), conversation_id, item_id
+        )
         if left is None:
             raise not_kept(item_id)
         return left
 
     async def _held(self, conversation_id: str, call: Request) -> tuple[str, Holder]:
         """Return whose call it is, and the conversation."""
-        tenant = tenant_of(self._clients, call.scope)
+        tenant = self._clients.tenant(key_of(call.scope))
         return tenant, await self._store.get(tenant, conversation_id, Kind.CONVERSATION)
 
     async def _new_items(self, tenant: str, given: Sequence[Item] | None) -> list[Json]:
