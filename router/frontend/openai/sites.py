@@ -9,12 +9,12 @@ its origin. Three rules bring that about.
 - Answers say that pages of other origins may read them (CORS) only for the origins that the operator has named.
 """
 
-import ipaddress
 from collections.abc import Iterable
 
 from starlette.types import Message, Scope, Send
 
 from pdserve.base.errors import echo
+from pdserve.net.rpc import is_loopback
 from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.openai.errors import Header
@@ -82,12 +82,7 @@ class Sites:
     def _is_ours(self, host: str) -> bool:
         """Return whether a Host header names this machine, whatever its port."""
         name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).lower().rstrip(".")
-        if name in self._hosts or name == "localhost" or name.endswith(".localhost"):
-            return True
-        try:
-            return ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return False
+        return name in self._hosts or name.endswith(".localhost") or is_loopback(name)
 
 
 def adding(headers: Iterable[Header], send: Send) -> Send:
