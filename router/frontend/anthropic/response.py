@@ -7,13 +7,12 @@ its deltas and its stop; message_delta with the reason of the end and the usage;
 import secrets
 from collections.abc import Sequence
 
-import msgspec
-
 from pdserve.protocol.refusal import Refused
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.dialect import Choice, Json, Shown, encode, event, summed
 from pdserve.router.frontend.openai.errors import renaming
 from pdserve.router.frontend.openai.filters import Delta
+from pdserve.router.frontend.openai.tools import arguments_of
 from pdserve.router.requests.timeline import Usage
 
 _ERRORS = {
@@ -117,7 +116,7 @@ class MessagesResponse:
     def _close(self) -> bytes:
         if not self._open:
             return b""
-        self._has_called |= self._open == "tool_use" and _object(self._arguments) is not None
+        self._has_called |= self._open == "tool_use" and arguments_of(self._arguments) is not None
         self._open = self._arguments = ""
         return _event("content_block_stop", {"index": self._num_blocks - 1})
 
@@ -168,16 +167,8 @@ def _blocks(deltas: Sequence[Delta]) -> list[Json]:
             place = len(blocks) - 1
             arguments[place] = arguments.get(place, "") + (call["function"].get("arguments") or "")
     for place, text in arguments.items():
-        blocks[place]["input"] = _object(text)
+        blocks[place]["input"] = arguments_of(text)
     return [block for block in blocks if block.get("input", {}) is not None]
-
-
-def _object(text: str) -> Json | None:
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _begun(kind: str, call: Json | None = None) -> Json:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pdserve.base.errors import echo
 from pdserve.grammar.compiler import WHITESPACE
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -253,3 +255,12 @@ def has_special(marker: str, tokenizer: Tokenizer) -> bool:
 
 def literal(marker: str, tokenizer: Tokenizer) -> str:
     return f"<[{tokenizer.token_id(marker)}]>" if has_special(marker, tokenizer) else json.dumps(marker)
+
+
+def arguments_of(text: str) -> Object | None:
+    """Return the arguments of a call; None unless they are a whole JSON object."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -10,10 +10,9 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from pdserve.base.errors import InvariantError
 from pdserve.router.frontend.openai.filters import Delta
+from pdserve.router.frontend.openai.tools import arguments_of
 from pdserve.router.frontend.responses.items import new_id
 
 Json = dict[str, Any]
@@ -113,7 +112,7 @@ class Output:
         self._state, self._texts = State.BETWEEN, []
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         if state is State.CALL:
-            item |= {"arguments": text, "status": _status(is_cut=is_cut or not _is_object(text))}
+            item |= {"arguments": text, "status": _status(is_cut=is_cut or arguments_of(text) is None)}
             done = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
             return [done, self._done(item)]
         part, shown = _part(state, text), {}
@@ -200,10 +199,3 @@ def _part(state: State, text: str) -> Json:
     if state is State.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(text or "{}"), dict)
-    except msgspec.DecodeError:
-        return False
