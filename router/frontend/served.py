@@ -51,6 +51,10 @@ class ServedModel:
         """All names in requests; the first is the one in answers."""
         return (self.name, *self.aliases)
 
+    def name_for(self, asked: str | None) -> str:
+        """Return the name in an answer to a request that asked for a name: an adapter's own, or the model's."""
+        return asked if asked and asked not in self.names else self.name
+
 
 def served_name(config: EndpointConfig) -> str:
     """Return the model's name in requests."""

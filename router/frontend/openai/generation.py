@@ -65,7 +65,7 @@ class Generator:
     async def message(self, asked: MessagesRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/messages. Raises what `errors.refused_by` knows."""
         check_version(headers_of(scope).get("anthropic-version"))
-        response = MessagesResponse(self.name_of(asked.model), self._intake.max_model_len())
+        response = MessagesResponse(self._intake.model.name_for(asked.model), self._intake.max_model_len())
         await self.converse(asked.chat(), asked, lambda _plan: response, scope, send)
 
     async def converse(
@@ -120,13 +120,8 @@ class Generator:
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
 
-    def name_of(self, asked: str | None) -> str:
-        """Return the model's name in an answer."""
-        model = self._intake.model
-        return asked if asked and asked not in model.names else model.name
-
     def _response(self, asked: Generation, dialect: Dialect, shown: Shown) -> Response:
-        return Response(dialect, self.name_of(asked.model), self._intake.model.tokenizer, shown)
+        return Response(dialect, self._intake.model.name_for(asked.model), self._intake.model.tokenizer, shown)
 
     def _reply(
         self, asked: Generation, scope: Scope, response: AnyResponse, choices: Sequence[list[Choice]]

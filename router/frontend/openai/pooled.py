@@ -109,10 +109,10 @@ class PooledCall:
 
     def shown(self) -> Json:
         """Return what a response has besides its results: model and usage, and the ledger of a single request."""
-        usage, name, own = summed([each.usage for each in self.finished]), self.asked.model, self.intake.model
+        usage = summed([each.usage for each in self.finished])
         counts: Json = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
         counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-        shown: Json = {"model": name if name and name not in own.names else own.name, "usage": counts}
+        shown: Json = {"model": self.intake.model.name_for(self.asked.model), "usage": counts}
         if len(self.finished) == 1:
             shown["pdserve"] = ledger_of(self.first_id, self.finished[0].ledger)
         return shown

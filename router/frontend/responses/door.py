@@ -146,7 +146,7 @@ def _begun(intake: Intake, asked: ResponseRequest, plan: Plan, name: str) -> Ite
     tokenizer, reasoning = intake.model.tokenizer, None
     if plan.begins_inside is not None:
         reasoning = ReasoningTokens[Json](tokenizer.piece, begins_inside=plan.begins_inside)
-    return ItemsResponse(asked, Generator(intake).name_of(asked.model), tokenizer, reasoning, name)
+    return ItemsResponse(asked, intake.model.name_for(asked.model), tokenizer, reasoning, name)
 
 
 async def _stream(log: EventLog, connection: Connection, send: Send, headers: Sequence[Header]) -> None:
