@@ -142,6 +142,16 @@ def test_fp8_is_held_with_scales_of_segments_or_one_of_each_output(inputs: int) 
         torch.testing.assert_close(products.product(x, held).double(), expected, rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.parametrize("case", ["int8", "fp8 of large blocks"])
+def test_an_mlp_with_inputs_of_8_bits_makes_nearly_what_it_makes_with_others(case: str, tmp_path: Path) -> None:
+    published(case, write_model("llama3", tmp_path / "plain", num_hidden_layers=1), tmp_path / "coded")
+    checkpoint = open_directory(tmp_path / "coded")
+    model = built(checkpoint, choose_quantization("auto", checkpoint, "bfloat16", "cuda"), CudaOps(8))
+    x = torch.randn((5, checkpoint.config.hidden_size), generator=torch.Generator().manual_seed(1))
+    rounded, exact = (model.layers[0].mlp.forward(CudaOps(bits), x, None) for bits in (8, 16))
+    assert 1e-3 < float((rounded - exact).norm() / exact.norm()) < 0.1
+
+
 def wide(groups: Groups) -> torch.Tensor:
     return torch.from_numpy(groups.values()).double()
 
