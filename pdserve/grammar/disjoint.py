@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import ceil, floor, inf, isfinite
 from typing import Any
 
-from pdserve.grammar.parts import Schema, listed, target
+from pdserve.grammar.parts import Schema, is_whole, listed, target
 
 FUEL = 10_000  # comparisons of two schemas: some 70 ms of a thread
 MAX_DEPTH = 32
@@ -156,17 +156,11 @@ def _are_apart(a: Schema, b: Schema) -> bool:
     """Return whether no number is within the bounds of both."""
     low = max((_number(each, key, -inf), is_open) for each in (a, b) for key, is_open in _LOWER)
     high = min((_number(each, key, inf), not is_open) for each in (a, b) for key, is_open in _UPPER)
-    if not (_is_whole(a) or _is_whole(b)):
+    if not (is_whole(a) or is_whole(b)):
         return low[0] > high[0] or (low[0] == high[0] and (low[1] or not high[1]))
     least = low[0] if not isfinite(low[0]) else floor(low[0]) + 1 if low[1] else ceil(low[0])
     most = high[0] if not isfinite(high[0]) else floor(high[0]) if high[1] else ceil(high[0]) - 1
     return least > most
-
-
-def _is_whole(schema: Schema) -> bool:
-    """Return whether a schema allows whole numbers alone."""
-    names = schema.get("type")
-    return names == "integer" or (isinstance(names, list) and "integer" in names and "number" not in names)
 
 
 def _number(schema: Schema, key: str, default: float) -> float:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from pdserve.base.errors import GrammarError
+from pdserve.grammar.parts import is_whole
 
 EXACT = 2**53  # up to here each whole number is a float64; beside it, its successor is not
 LARGEST = 2**63 - 1024  # the largest float64 that llguidance takes as a bound of whole numbers
@@ -25,7 +26,7 @@ def with_bounds(part: Part) -> Part:
     if not any(abs(each) >= EXACT for each in given):
         return part
     rest = {key: value for key, value in part.items() if key not in BOUNDS}
-    if not _is_whole(part):
+    if not is_whole(part):
         return {**rest, **_of_numbers(part)}
     low, high = _range(part)
     least = None if low is None else max(_float_from(low), -LARGEST)
@@ -115,11 +116,6 @@ def _float_from(number: int) -> int:
         return number
     found = float(number)
     return int(found if int(found) >= number else math.nextafter(found, math.inf))
-
-
-def _is_whole(part: Part) -> bool:
-    names = part.get("type")
-    return names == "integer" or (isinstance(names, list) and "integer" in names and "number" not in names)
 
 
 def _is_number(value: object) -> bool:

@@ -49,3 +49,9 @@ def schemas_in(grammar: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
         with suppress(ValueError, RecursionError):
             schema, end = json.JSONDecoder().raw_decode(grammar, begin.end())
             yield begin.end(), end, schema
+
+
+def is_whole(schema: Schema) -> bool:
+    """Return whether a schema allows whole numbers alone."""
+    names = schema.get("type")
+    return names == "integer" or (isinstance(names, list) and "integer" in names and "number" not in names)
