@@ -16,6 +16,8 @@ from pdserve.kernels.checks import require, require_lens, require_page_table, re
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 
+MAX_KEY_DIM = 2048  # of which 128 columns lie on a thread's stack
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -229,6 +231,7 @@ def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
     if heads is None:
         return layer
     require(heads.count % heads.groups == 0, f"heads must be a multiple of {heads.groups}, got {heads.count}")
+    require(heads.key_dim <= MAX_KEY_DIM, f"key_dim must be at most {MAX_KEY_DIM}, got {heads.key_dim}")
     layer.heads, layer.groups, layer.key_dim, layer.value_dim = (
         heads.count,
         heads.groups,

@@ -244,13 +244,15 @@ def test_factors_and_gates_are_torchs(loaded: ctypes.CDLL, dtype: torch.dtype) -
 def test_layers_and_steps_of_other_shapes_are_refused_by_name(loaded: ctypes.CDLL) -> None:
     of = layer("delta", torch.float32)
     assert of.heads is not None
-    sequences, narrower = Sequences(of, torch.float32, (5, 5)), replace(of.heads, key_dim=8)
+    sequences = Sequences(of, torch.float32, (5, 5))
+    narrower, wide = (replace(of.heads, key_dim=key_dim) for key_dim in (8, 2049))
     sequences.step(loaded, [(0, 0, 5)])
     calls, paged, taken, two = Immediate(loaded), sequences.paged, sequences.taken[0], np.array([1, 1])
     for bad, message in (
         (lambda: paged.recur(calls, of, FIRST, taken[:4]), "taken must be of 5 tokens"),
         (lambda: paged.recur(calls, replace(of, bias=drawn(3)), FIRST, taken), "bias must have shape"),
         (lambda: paged.recur(calls, replace(of, heads=narrower), FIRST, taken), "channels must be"),
+        (lambda: paged.recur(calls, replace(of, heads=wide), FIRST, taken), "key_dim must be at most 2048"),
         (lambda: paged.recur(calls, of, FIRST, taken.half()), "taken must be one of"),
         (lambda: paged.plan(sequences.table, np.array([2, 1]), np.array([2, 1])), "query_lens must not fall"),
         (lambda: paged.plan(sequences.table + 99, two, two), "page_table names pages that are not there"),
