@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.base.errors import ConfigError
-from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.cpu.experts import Router, SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Activation as CompiledActivation
 from pdserve.kernels.cpu.layers import Tiles
@@ -288,22 +287,20 @@ def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> 
 
 def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Iterable[GatedMlp]) -> ExpertStack:
     """Put experts together; each of floats is given up once it is copied. ValueError if some have codes, some none."""
-    gate_up = down = None
+    rooms, coded = dict[int, Dense](), (list[object](), list[object]())
     for place, mlp in enumerate(mlps):
-        if isinstance(mlp.gate_up, CodeBlocks) and place == 0:
-            pairs = [(each.gate_up, each.down) for each in (mlp, *mlps)]
-            both = (joined_blocks(column) for column in zip(*pairs, strict=True))
-            return ExpertStack(router, of.routing, bias, next(both), of.expert.activation, next(both))
-        if not isinstance(mlp.gate_up, Dense) or not isinstance(mlp.down, Dense):
-            raise ValueError("some have codes, and some have none")
-        if gate_up is None or down is None:
-            gate_up, down = (_room(of.num_experts, each) for each in (mlp.gate_up, mlp.down))
-        for stack, each in ((gate_up, mlp.gate_up), (down, mlp.down)):
+        for which, each in enumerate((mlp.gate_up, mlp.down)):
+            if not isinstance(each, Dense):
+                coded[which].append(each)
+                continue
+            stack = rooms.get(which) or rooms.setdefault(which, _room(of.num_experts, each))
             stack.data[place] = each.data
             if stack.bias is not None and each.bias is not None:
                 stack.bias[place] = each.bias
-    assert gate_up is not None
-    assert down is not None
+    gate_up, down = (
+        joined_blocks([*codes, *filter(None, [rooms.get(which)])]) if codes else rooms[which]
+        for which, codes in enumerate(coded)
+    )
     return ExpertStack(router, of.routing, bias, gate_up, of.expert.activation, down)
 
 

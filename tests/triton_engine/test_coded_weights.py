@@ -10,9 +10,10 @@ from coded_matrices import coded_matrix
 from greedy_runs import greedy_texts
 from model_zoo import prompt, write_model
 from published_formats import published, write_in_mxfp4
+from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
-from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
@@ -87,6 +88,21 @@ def test_experts_in_mxfp4_stay_as_they_are_and_draw_the_tokens_of_their_weights(
             assert isinstance(stack, CodeBlocks)
             assert (stack.kind, stack.minimums) == ("fp4", None)
             assert stack.nbytes == stack.outputs * stack.inputs // 32 * 18
+    assert texts_on_the_gpu(coded) == texts_in_torch(built(checkpoint, "none", TorchOps()))
+
+
+def test_experts_of_which_one_stack_has_an_extreme_scale_keep_the_other(tmp_path: Path) -> None:
+    folder = write_in_mxfp4(tmp_path, num_hidden_layers=2)[1]
+    tensors = load_file(folder / SINGLE_FILE)
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 100
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    checkpoint = open_directory(folder)
+    coded = built(checkpoint, "mxfp4", CudaOps())
+    mlp = coded.layers[0].mlp
+    assert isinstance(mlp, CompiledExperts)
+    assert isinstance(mlp.experts, ExpertStack)
+    assert isinstance(mlp.experts.gate_up, CodeBlocks)
+    assert isinstance(mlp.experts.down, Dense)
     assert texts_on_the_gpu(coded) == texts_in_torch(built(checkpoint, "none", TorchOps()))
 
 
