@@ -42,7 +42,7 @@ async def test_a_stream_of_each_api_reads_whole_answers_and_sees_their_first_tex
             assert answer.num_messages >= max_tokens
             assert answer.ttft_s > 0
             rests.append(took_s - answer.ttft_s)
-            if rests[-1] >= 6 * step_s / 2:
+            if max_tokens > 1 and rests[-1] >= 6 * step_s / 2:
                 break
         else:
             pytest.fail(f"first texts came as late as the last ones: {rests}")
