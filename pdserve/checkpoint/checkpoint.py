@@ -219,7 +219,7 @@ def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str,
     auto keeps the codes of a file unless inputs are float32: who asks for that wants exact products.
     """
     on_gpu = device in ("cuda", "interpreter")
-    served = DTYPES_OF_GPU if on_gpu else QUANTIZED_DTYPES
+    served: tuple[str, ...] = DTYPES_OF_GPU if on_gpu else QUANTIZED_DTYPES
     takes_order = checkpoint.coded_in_order or (on_gpu and not checkpoint.config.design.has_experts)
     coded_as = checkpoint.coded_as if takes_order else None
     if asked == "auto":
@@ -227,6 +227,8 @@ def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str,
         return coded_as if keeps and coded_as is not None else "none"
     if asked == "none":
         return "none"
+    if asked == "fp8" and not on_gpu:
+        served = ("bfloat16",)  # products widen it to that
     if dtype not in served:
         raise ConfigError(f"quantization: {asked} goes with dtype {' or '.join(served)}, not {dtype}")
     if asked in get_args(FileCodes) and asked != coded_as:

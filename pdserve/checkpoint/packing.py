@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.model.fp8 import MAGNITUDE, SEGMENT, Fp8
+from pdserve.model.fp8 import MAGNITUDE, Fp8
 from pdserve.model.groups import Groups, packed_halves
-from pdserve.model.weights import GROUP
+from pdserve.model.weights import GROUP, SEGMENT
 
 Parts = Mapping[str, Tensor]  # of one matrix, by what comes after its name
 
@@ -137,7 +137,7 @@ class Scaled:
         return self.narrow.float() * wide
 
     def kept(self, *, any_order: bool = False) -> Fp8 | None:
-        """Return the same matrix as products take it; None if its type, its blocks or a NaN are not theirs."""
+        """Return the same matrix as products take it; None if its type or its blocks are not theirs."""
         del any_order
         if self.narrow.dtype != torch.float8_e4m3fn or (self.block is not None and self.block[1] % SEGMENT):
             return None
@@ -149,7 +149,13 @@ class Scaled:
             scales = scales.reshape(-1, 1).expand(outputs, 1).contiguous()
         else:
             return None
-        return None if bool((codes & MAGNITUDE == MAGNITUDE).any()) else Fp8(codes.numpy(), scales.numpy())
+        return Fp8(codes.numpy(), scales.numpy())
+
+    def is_finite(self) -> bool:
+        """Say whether all of its floats are numbers."""
+        if self.narrow.dtype == torch.float8_e4m3fn:
+            return not bool((self.narrow.view(torch.uint8) & MAGNITUDE == MAGNITUDE).any())
+        return bool(self.narrow.float().isfinite().all())
 
 
 def scales_that_are_not_finite(parts: Parts) -> str | None:

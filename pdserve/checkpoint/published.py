@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import FileCodes
 from pdserve.model.fields import Fields
-from pdserve.model.weights import GROUP, Part, Stored, Weights
+from pdserve.model.weights import GROUP, SEGMENT, Part, Stored, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,13 @@ def _fp8(section: Fields) -> Format:
     for key in ("activation_scheme", "scale_fmt"):  # of inputs
         section.text(key, "")
     section.flag("dequantize", default=False)
-    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=_block(section, "weight_block_size"), coded_as="fp8")
+    block = _block(section, "weight_block_size")
+    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=block, coded_as="fp8" if _is_kept(block) else None)
+
+
+def _is_kept(block: tuple[int, int] | None) -> bool:
+    """Say whether products take FP8 in such blocks."""
+    return block is None or block[1] % SEGMENT == 0
 
 
 def _block(section: Fields, key: str) -> tuple[int, int] | None:
@@ -139,7 +145,13 @@ def _compressed(section: Fields) -> Format:
         block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
     given = ("weight_scale",), (), (*parts, *OF_INPUTS, "input_zero_point")
-    return Format("compressed-tensors", *given, block=block, coded_as="compressed-tensors", in_order=in_order)
+    return Format(
+        "compressed-tensors",
+        *given,
+        block=block,
+        coded_as="compressed-tensors" if _is_kept(block) else None,
+        in_order=in_order,
+    )
 
 
 def _pass_over(section: Fields, *keys: str) -> None:
@@ -185,10 +197,11 @@ def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool
         tensors = {name: cast("torch.Tensor", stored.read(())) for name, stored in parts.items()}
         coded = _decoded(base, tensors, of, shape)
         kept = coded.kept(any_order=not of.in_order and len(part) < 2) if keep_coded else None
-        return coded.values()[part] if kept is None else kept.part(part)
+        taken = None if kept is None else kept.part(part)
+        return coded.values()[part] if taken is None else taken
 
     group = GROUP if of.block is None else of.block[1]
-    return Stored(shape, read, group if keep_coded else 1)
+    return Stored(shape, read, group if keep_coded and shape[1] % group == 0 else 1)
 
 
 def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "Scaled | Coded":
@@ -208,7 +221,10 @@ def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: 
         if not parts["weight"].is_floating_point():
             raise ConfigError(f"{base}.weight: {parts['weight'].dtype} is no type of {of.method}")
         scales = next(parts[name] for name in SCALES if name in parts)
-        return packing.Scaled(parts["weight"], scales, of.block)
+        scaled = packing.Scaled(parts["weight"], scales, of.block)
+        if not scaled.is_finite():
+            raise ConfigError(f"{base}.weight: not finite")
+        return scaled
     _check_groups(base, "weight_g_idx", parts, (1, *parts["weight_scale"].shape)[-1])
     return packing.read_compressed(parts, shape[1])
 

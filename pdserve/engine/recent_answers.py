@@ -15,9 +15,10 @@ from pdserve.engine.guesses import NO_MATCH, AnswerLookup, Match
 from pdserve.protocol.prefix_hash import CacheScope
 
 CAPACITY = 2**18  # tokens of all answers: about 50 MB
-MOST_OF_ONE = 2048  # tokens of an answer, its last ones: indexing them, and forgetting as many, takes about 2 ms
+MOST_OF_ONE = 2048  # tokens of an answer, its last ones: indexing them, and forgetting as many, takes about 3 ms
+MOST_WAITING = 64  # answers that are not indexed yet
 SHORTEST = 2  # tokens that have to have stood together
-_MOST_PLACES = 16  # that one lookup compares
+_MOST_PLACES = 8  # that one lookup compares
 _BORDER = -1  # before and behind each answer
 
 
@@ -39,14 +40,20 @@ class RecentAnswers:
         )  # by position: the one before it behind the same n-gram; 0: none
         self._answers: deque[_Answer] = deque()  # the oldest first
         self._latest: dict[CacheScope, dict[tuple[int, ...], int]] = {}  # the position behind an n-gram, the latest one
+        self._waiting: deque[tuple[CacheScope, Seq[int]]] = deque(maxlen=MOST_WAITING)
         self._end = 1
 
     def remember(self, scope: CacheScope, tokens: Seq[int], num_prompt_tokens: int) -> None:
-        """Keep an answer, with the last of the prompt's tokens, which come first, and forget the oldest answers."""
+        """Keep an answer, with the last of the prompt's tokens, which come first, once it is indexed."""
         first = max(0, num_prompt_tokens - self._lookup.longest, len(tokens) - min(MOST_OF_ONE, len(self._tokens) - 2))
-        kept = tokens[first:]
-        if len(kept) <= SHORTEST or not self._lookup.most_answers:
+        if len(tokens) - first > SHORTEST and self._lookup.most_answers:
+            self._waiting.append((scope, tokens[first:]))
+
+    def index_one(self) -> None:
+        """Index the answer that has waited the longest, and forget the oldest ones where there is no room."""
+        if not self._waiting:
             return
+        scope, kept = self._waiting.popleft()
         answer = _Answer(self._end, self._end + len(kept) + 2, scope)
         while self._answers and (
             answer.end - self._answers[0].begin > len(self._tokens) or len(self._answers) >= self._lookup.most_answers
@@ -68,8 +75,9 @@ class RecentAnswers:
         if latest is None or len(tokens) < SHORTEST:
             return NO_MATCH
         num_best, best = longer_than, list[int]()  # positions, the latest first
+        backwards = list(reversed(tokens[-self._lookup.longest :]))
         for place in self._places(latest.get(tuple(tokens[-SHORTEST:]), 0)):
-            matched = self._num_matched(tokens, place)
+            matched = self._num_matched(backwards, place)
             if matched > num_best:
                 num_best, best = matched, []
             if matched == num_best > longer_than:
@@ -82,7 +90,9 @@ class RecentAnswers:
         guesses, share = list[int](), 1.0
         for number in range(most):
             following = [self._at(place + number) for place in places]
-            token, count = Counter(following).most_common(1)[0]  # of equal counts the latest
+            token, count = following[0], len(places)
+            if any(each != token for each in following):
+                token, count = Counter(following).most_common(1)[0]  # of equal counts the latest
             share *= count / len(places)
             if token == _BORDER or share < self._lookup.least_share:
                 break
@@ -99,12 +109,13 @@ class RecentAnswers:
             place = self._earlier[place % len(self._tokens)]
         return found
 
-    def _num_matched(self, tokens: Seq[int], place: int) -> int:
-        """Return how many tokens before a place equal the last ones."""
-        count, most = SHORTEST, min(self._lookup.longest, len(tokens))
-        while count < most and self._at(place - 1 - count) == tokens[-1 - count]:
-            count += 1
-        return count
+    def _num_matched(self, backwards: Seq[int], place: int) -> int:
+        """Return how many tokens before a place equal the last ones, which come from the last one on."""
+        ring, size = self._tokens, len(self._tokens)
+        for count in range(SHORTEST, len(backwards)):
+            if ring[(place - 1 - count) % size] != backwards[count]:
+                return count
+        return len(backwards)
 
     def _at(self, position: int) -> int:
         return self._tokens[position % len(self._tokens)]

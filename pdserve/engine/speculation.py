@@ -27,6 +27,7 @@ from pdserve.engine.timed_steps import TimedSteps
 from pdserve.perfmodel.curve import Step
 
 _INDEXED_AT_ONCE = 8192  # positions between two steps; takes 3 ms
+_ANSWERS_AT_ONCE = 16  # lookups in recent answers between two steps; takes a millisecond
 _KEPT_UNTRIED = 1 - 1 / 512  # weight of what is known of guesses, for each step in which none was worth a row
 _WORTH = 1.02  # more tokens a second than without guesses: they also cost that the next step is planned ahead
 _MOST_SLOWER = 1.25  # that a step may get by guesses, where sequences without any wait for it too
@@ -60,6 +61,7 @@ class Speculation:
         self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE
+        self._num_lookups = _ANSWERS_AT_ONCE
         self._num_chosen = 0
         self._is_trying = False  # the next drafts are verified, whether or not they seem worth it
 
@@ -71,7 +73,9 @@ class Speculation:
         """Take in how a step's guesses turned out, and its time. sequences: parallel to the plan's chunks."""
         if not self._num_tokens:
             return
-        self._num_left = _INDEXED_AT_ONCE
+        self._num_left, self._num_lookups = _INDEXED_AT_ONCE, _ANSWERS_AT_ONCE
+        if self._answers is not None:
+            self._answers.index_one()
         untried: dict[int, Trials] = {}
         for sequence, chunk, tokens in zip(sequences, plan.chunks, result.tokens, strict=True):
             if chunk.num_drafts and tokens:
@@ -111,7 +115,8 @@ class Speculation:
         is_indexed = guessing.index.num_indexed == len(tokens)
         match = guessing.index.find(tokens, most) if is_indexed else NO_MATCH
         guessing.num_matched, sequence.drafts = match.num_matched, match.guesses
-        if self._answers is not None:
+        if self._answers is not None and self._num_lookups:
+            self._num_lookups -= 1
             other = self._answers.find(sequence.job.scope, tokens, most, match.num_matched)
             if other.guesses:
                 guessing.num_matched, sequence.drafts = -other.num_matched, other.guesses

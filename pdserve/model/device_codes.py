@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.code_blocks import ZEROS, CodeBlocks, Kind
-from pdserve.model.fp8 import SEGMENT, Coded, Fp8
+from pdserve.model.fp8 import Coded, Fp8
 from pdserve.model.groups import Floats, Groups, Halves
-from pdserve.model.weights import GROUP
+from pdserve.model.weights import GROUP, SEGMENT
 
 RUNS = (4, 2)  # scales in a row that may be one, beside all of an output's: of 128 and 64 inputs
 

@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.model.groups import Groups, joined_groups
-from pdserve.model.weights import Part
+from pdserve.model.weights import SEGMENT, Part
 
-SEGMENT = 128  # inputs of an output that share a scale
 MAGNITUDE = 127  # the bits of a code but its sign, and the code that is not a number
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,14 +56,17 @@ class Fp8:
         """Return the matrix of some outputs, in their order."""
         return Fp8(np.ascontiguousarray(self.codes[outputs]), np.ascontiguousarray(self.scales[outputs]))
 
-    def part(self, part: Part) -> "Fp8":
-        """Return a part, as tensors are indexed: some outputs, or some inputs, or all. Segments must stay whole."""
+    def part(self, part: Part) -> "Fp8 | None":
+        """Return a part, as tensors are indexed: some outputs, or some inputs, or all; None if it parts a segment."""
         found = self.of_outputs(part[0]) if part and part[0] != slice(None) else self
         if len(part) < 2:
             return found
         start, stop = part[1].start, part[1].stop
-        whole = self.scales.shape[1] == 1
-        segments = slice(0, 1) if whole else slice(start // SEGMENT, -(-stop // SEGMENT))
+        segments = slice(0, 1)
+        if self.scales.shape[1] > 1:
+            if start % SEGMENT or (stop % SEGMENT and stop < self.shape[1]):
+                return None
+            segments = slice(start // SEGMENT, -(-stop // SEGMENT))
         return Fp8(np.ascontiguousarray(found.codes[:, part[1]]), np.ascontiguousarray(found.scales[:, segments]))
 
 

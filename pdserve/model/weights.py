@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Part = tuple[slice, ...]  # indexes a part of a tensor; empty: all of it
 ROWS, COLUMNS = 0, 1  # axes of a matrix: its outputs, and its inputs
 GROUP = 32  # inputs of a quantized matrix that share a scale and a minimum
+SEGMENT = 128  # inputs of a matrix in FP8 that share a scale
 
 
 @dataclass(frozen=True, slots=True)

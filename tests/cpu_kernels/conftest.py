@@ -17,7 +17,7 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("x86-64-v2", "x86-64-v4")]
+OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("x86-64-v2", "x86-64-v4", "cooperlake")]
 
 
 @pytest.fixture(scope="session", params=["x86-64-v3", *OTHERS])
@@ -30,6 +30,7 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     units = [str(unit) for unit in sorted(Path(SOURCES).glob("*.c"))]
     flags = [others.get(flag, flag) for flag in FLAGS]
     subprocess.run(["gcc", *flags, "-Wextra", "-Werror", *units, "-lm", "-o", str(path)], check=True)
-    if request.param == "x86-64-v4" and " avx512bw " not in CPU_INFO.read_text():
-        pytest.skip("compiles, but this processor has no AVX-512")
+    needed = {"x86-64-v4": " avx512bw ", "cooperlake": " avx512_bf16 "}.get(request.param, "")
+    if needed not in CPU_INFO.read_text():
+        pytest.skip(f"compiles, but this processor has no{needed}")
     return ctypes.CDLL(str(path))

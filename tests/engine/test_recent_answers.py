@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine import recent_answers
 from pdserve.engine.guesses import NO_MATCH, AnswerLookup, Match, NgramLookup
-from pdserve.engine.recent_answers import SHORTEST, RecentAnswers
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.recent_answers import MOST_WAITING, SHORTEST, RecentAnswers
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
-from pdserve.engine.speculation import Speculation
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.protocol.paging import Paging
 from pdserve.protocol.prefix_hash import EVERYONE, CacheScope
 from pdserve.protocol.sampling import SamplingParams
 
@@ -56,6 +59,7 @@ def test_guesses_are_what_most_often_followed_the_longest_match_among_the_answer
         patch.setattr(recent_answers, "_MOST_PLACES", 1000)
         for scope, answer in given_answers:
             answers.remember(scope, answer, 0)
+            answers.index_one()
             if len(answer) > SHORTEST:
                 kept.append((scope, answer))
             while sum(len(each) + 2 for _, each in kept) > capacity:
@@ -69,6 +73,7 @@ def test_no_more_answers_are_kept_than_asked_for_and_nothing_is_left_of_the_othe
     answers = RecentAnswers(AnswerLookup(LONGEST, 2, 0.0, 9.0))
     for first in range(0, 900, 10):
         answers.remember(CacheScope(str(first % 30)), range(first, first + 8), 0)
+        answers.index_one()
     assert [len(each) for each in answers._latest.values()] == [6, 6]
     assert answers.find(CacheScope("20"), (890, 891, 892), 3, 0) == Match((893, 894, 895), 3)
     assert answers.find(CacheScope("10"), (890, 891, 892), 3, 0) == NO_MATCH, "they are another tenant's"
@@ -78,9 +83,11 @@ def test_no_more_answers_are_kept_than_asked_for_and_nothing_is_left_of_the_othe
 def test_the_end_of_a_prompt_is_kept_before_its_answer_and_of_a_long_answer_its_end() -> None:
     answers, prompt = RecentAnswers(LOOKUP), list(range(100, 200))
     answers.remember(EVERYONE, [*prompt, 1, 2, 3], len(prompt))
+    answers.index_one()
     assert answers.find(EVERYONE, prompt, 9, 0) == Match((1, 2, 3), LONGEST)
     assert answers.find(EVERYONE, prompt[:50], 9, 0) == NO_MATCH
     answers.remember(EVERYONE, range(1000, 9000), 0)
+    answers.index_one()
     assert answers.find(EVERYONE, (8000, 8001), 2, 0) == Match((8002, 8003), 2)
     assert answers.find(EVERYONE, (6000, 6001), 2, 0) == NO_MATCH
 
@@ -91,11 +98,34 @@ def sequence_of(scope: CacheScope, prompt: Seq[int], answer: Seq[int]) -> Sequen
     return Sequence(job, (0,), [*prompt, *answer], 0)
 
 
+def test_answers_wait_for_a_time_between_steps_and_no_more_than_some_do() -> None:
+    answers = RecentAnswers(LOOKUP)
+    for first in range(0, 10 * MOST_WAITING + 10, 10):
+        answers.remember(EVERYONE, range(first, first + 8), 0)
+    assert answers.find(EVERYONE, (20, 21), 3, 0) == NO_MATCH
+    answers.index_one()
+    assert answers.find(EVERYONE, (0, 1), 3, 0) == NO_MATCH, "it had to make room"
+    assert answers.find(EVERYONE, (10, 11), 3, 0) == Match((12, 13, 14), 2)
+    for _ in range(MOST_WAITING):
+        answers.index_one()
+    assert answers.find(EVERYONE, (640, 641), 3, 0) == Match((642, 643, 644), 2)
+
+
+def stepped(scheduler: Scheduler) -> None:
+    """Let nothing be computed: what is done between steps is done."""
+    scheduler.speculation.learn([], StepPlan(()), StepResult((), 0.0))
+
+
 def test_a_sequence_is_guessed_from_what_was_answered_before_unless_it_says_more_itself() -> None:
-    made = Speculation(8, NgramLookup(SHORTEST, LONGEST, LOOKUP))
+    limits = Limits(4, 64, 500, frozenset(), num_speculative_tokens=8, lookup=NgramLookup(SHORTEST, LONGEST, LOOKUP))
+    scheduler = Scheduler(KvCache(40, Paging.of(16), None), limits)
+    made = scheduler.speculation
     assert made.source == "suffix"
-    made.remember(sequence_of(EVERYONE, (1, 2, 3), (10, 11, 12, 13)))
-    made.remember(sequence_of(EVERYONE, (1, 2, 3), (20,)))  # which a hand-off left behind
+    for answer in ((10, 11, 12, 13), (20,)):  # the second one is what a hand-off leaves behind
+        ended = sequence_of(EVERYONE, (1, 2, 3), answer)
+        scheduler.join(ended)
+        scheduler.remove(ended)
+        stepped(scheduler)
     same = sequence_of(EVERYONE, (7, 2, 3), (10,))
     made.guess(same, (), 8)
     assert (same.drafts, same.guessing.num_matched) == ((11, 12, 13), -3)
@@ -105,3 +135,11 @@ def test_a_sequence_is_guessed_from_what_was_answered_before_unless_it_says_more
     itself = sequence_of(EVERYONE, (7, 2, 3, 10, 30, 31), (7, 2, 3, 10))
     made.guess(itself, (), 2)
     assert (itself.drafts, itself.guessing.num_matched) == ((30, 31), 4)
+    found = []
+    for _ in range(20):
+        made.guess(same, (), 8)
+        found.append(same.drafts)
+    assert found == [(11, 12, 13)] * 13 + [()] * 7, "between two steps there are 16 lookups"
+    stepped(scheduler)
+    made.guess(same, (), 8)
+    assert same.drafts == (11, 12, 13)
