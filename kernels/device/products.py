@@ -22,7 +22,7 @@ def _values(codes, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
         bits = codes.to(tl.uint16)
         return (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(dtype)
     else:
-        return (codes.to(tl.int16) - ZERO).to(dtype)
+        return (codes.to(tl.int16) - ZERO).to(tl.float32).to(dtype)
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def coded_sums(
     """
     IS_ONE_GROUP: tl.constexpr = GROUP >= INPUTS
     PER: tl.constexpr = 16 if KIND == "int4" or KIND == "fp4" else 32  # bytes of 32 codes
-    dtype: tl.constexpr = tl.float32 if PRECISION == "ieee" else x.dtype.element_ty
+    dtype: tl.constexpr = x.dtype.element_ty
     SUMS: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
     byte = tl.arange(0, BLOCK_INPUTS * PER // 32)
     in_block = byte // PER
@@ -157,7 +157,8 @@ def code_rows(
     place = group * GROUP + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < GROUP) & (place < INPUTS)
     x = tl.load(x_ptr + row * x_stride + place, inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / MOST, 1e-30)
+    spoilt = tl.sum(tl.where(tl.abs(x) < float("inf"), 0.0, float("nan")), 0)  # codes have no NaN and no infinity
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / MOST, 1e-30) + spoilt
     tl.store(scales_ptr + row * num_groups + group, scale)
     values = tl.minimum(tl.maximum(x / scale, -MOST), MOST)
     spacing = tl.full((BLOCK,), 1.0, tl.float32)

@@ -55,6 +55,9 @@ def test_codes_are_multiplied_with_inputs_of_16_bits_without_being_rounded(kind:
     weight, values = coded_matrix(kind, (96, 192), 32)
     x = rows_of(7, 192, dtype)
     assert error(product(x, weight), x.double() @ values.t()) < NEAR[dtype]
+    of_codes = values.t() / weight.scales.double().repeat_interleave(32, 0)
+    found = product(torch.eye(192, dtype=dtype), replace(weight, scales=torch.ones_like(weight.scales)))
+    assert torch.equal(found, of_codes.to(dtype))
 
 
 @pytest.mark.parametrize("inputs", [70, 31, 200])
@@ -128,6 +131,19 @@ def test_rows_are_rounded_to_the_nearest_code() -> None:
 def test_a_row_of_zeros_is_rounded_to_zeros() -> None:
     weight = coded_matrix("fp8", (16, 128), 128)[0]
     assert not product(torch.zeros(2, 128), weight, rounded=True).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("fp8", 0), ("fp8", 128)])
+def test_a_row_that_is_not_finite_makes_no_finite_products_when_it_is_rounded(
+    kind: Kind, group: int, bad: float
+) -> None:
+    weight, _ = coded_matrix(kind, (64, 256), group or 256)
+    x = rows_of(3, 256)
+    x[1, 130] = bad
+    found = product(x, weight, rounded=True)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
 
 
 def test_only_matrices_of_8_bits_around_zero_take_rounded_inputs_and_floats_where_the_chip_has_them() -> None:
