@@ -59,3 +59,5 @@ class CompiledStates:
             keeping.run(num_rows)
         for kept in self._kept:
             self._keeping.take(1, kept.call)
+        if self._keeping is self._calls:  # a program's calls use their memory as long as it is there
+            self._kept, self._recorded = [], None

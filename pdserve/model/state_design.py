@@ -5,6 +5,8 @@
 
 from dataclasses import dataclass
 
+MOST_KEYS = 2048  # features of a head's keys: compiled kernels keep some of their memory on a thread's stack
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:

@@ -160,12 +160,13 @@ def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("cuts", [range(34), [0, 1, 2, 9, 33], [0, 8, 16, 33], [0, 7, 8, 17, 32, 33]])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_tokens_and_states_depend_neither_on_chunks_nor_on_company_nor_on_threads(
-    loaded: ctypes.CDLL, kind: str, cuts: Sequence[int]
+    loaded: ctypes.CDLL, dtype: torch.dtype, kind: str, cuts: Sequence[int]
 ) -> None:
     lengths, threads = (33, 12, 5), torch.get_num_threads()
-    of = layer(kind, torch.float32)
-    whole, parts = (Sequences(of, torch.float32, lengths) for _ in range(2))
+    of = layer(kind, dtype)
+    whole, parts = (Sequences(of, dtype, lengths) for _ in range(2))
     expected = whole.step(loaded, [(row, 0, length) for row, length in enumerate(lengths)])
     others = [[(1, 0, 4), (2, 0, 4)], [(1, 4, 5), (2, 4, 5)], [(1, 5, 12)]]
     found: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}

@@ -499,6 +499,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         ("FalconH1ForCausalLM", {"mlp_multipliers": [0.0, 1.0]}, "mlp_multipliers"),
         ("Qwen3NextForCausalLM", {"linear_num_value_heads": 3}, "linear_num_value_heads"),
         ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ("Qwen3NextForCausalLM", {"linear_key_head_dim": 2049}, "linear_key_head_dim"),
         ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate"),
         ("Qwen3_5ForCausalLM", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
     ],

@@ -193,7 +193,8 @@ INLINE void recur(const struct call *call, int64_t unit, int vectors, int correc
     const struct states *states = call->states;
     const struct recurrence *of = call->recurrence;
     const int64_t dim = of->key_dim, width = of->value_dim, most = vectors * LANES, blocks = (width + most - 1) / most;
-    const int64_t head = unit / blocks % of->heads, chunk = unit / blocks / of->heads, first = unit % blocks * most;
+    const int64_t chunk = unit % states->num_chunks, head = unit / states->num_chunks / blocks;
+    const int64_t first = unit / states->num_chunks % blocks * most;
     const int64_t count = width - first < most ? width - first : most;
     const int64_t begin = states->starts[chunk], end = states->starts[chunk + 1], group = head / (of->heads / of->groups);
     const int64_t at = head * dim * width + first, page = states->before[chunk];

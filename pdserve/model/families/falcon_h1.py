@@ -18,7 +18,7 @@ from pdserve.model.design import (
 from pdserve.model.families.reading import Family, activation, repeated, require
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
-from pdserve.model.state_design import StateSpace
+from pdserve.model.state_design import MOST_KEYS, StateSpace
 
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as configs write it
 
@@ -55,10 +55,12 @@ def _space(fields: Fields, eps: float) -> StateSpace:
     kernel = fields.positive("mamba_d_conv", 4)
     if kernel < 2:
         raise fields.unsupported("mamba_d_conv", "at least 2")
+    if (state_dim := fields.positive("mamba_d_state", 256)) > MOST_KEYS:
+        raise fields.unsupported("mamba_d_state", f"at most {MOST_KEYS}")
     return StateSpace(
         heads=heads,
         head_dim=inner // heads,
-        state_dim=fields.positive("mamba_d_state", 256),
+        state_dim=state_dim,
         groups=groups,
         kernel=kernel,
         conv_bias=fields.flag("mamba_conv_bias", default=True),

@@ -10,7 +10,7 @@ from pdserve.model.families.experts import are_sparse, qwen_experts, with_expert
 from pdserve.model.families.reading import Family, kinds_of_layers, swiglu
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
-from pdserve.model.state_design import GatedDelta
+from pdserve.model.state_design import MOST_KEYS, GatedDelta
 
 LINEAR, FULL = "linear_attention", "full_attention"
 TURNING = 0.25  # of a head
@@ -51,10 +51,12 @@ def _delta(fields: Fields, eps: float, *, by_key_head: bool) -> GatedDelta:
     kernel = fields.positive("linear_conv_kernel_dim", 4)
     if kernel < 2:
         raise fields.unsupported("linear_conv_kernel_dim", "at least 2")
+    if (key_dim := fields.positive("linear_key_head_dim", 128)) > MOST_KEYS:
+        raise fields.unsupported("linear_key_head_dim", f"at most {MOST_KEYS}")
     return GatedDelta(
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=fields.positive("linear_key_head_dim", 128),
+        key_dim=key_dim,
         value_dim=fields.positive("linear_value_head_dim", 128),
         kernel=kernel,
         eps=eps,
