@@ -16,7 +16,11 @@ from pdserve.engine.step import StepPlan
 
 
 class StepsAhead:
-    """The steps of the last stage, which leads the others; two at most are under way."""
+    """The steps of the last stage, which leads the others; two at most are under way.
+
+    A stage reads a step once its part of the one before is over, for which this stage has to compute. So whoever tells
+    of a step ahead may wait for the thread that computes, and is another thread.
+    """
 
     def __init__(self, begin: Callable[[StepPlan], None]) -> None:
         """begin: lets the other stages begin a step; blocks while the socket to one of them is full."""
@@ -43,7 +47,7 @@ class StepsAhead:
         with self._lock:
             is_whole = len(plan.chunks) == len(self._started[0].chunks)
             self._is_open = is_whole and all(chunk.pooling is None for chunk in plan.chunks)
-        self._look_ahead()
+        self._thread.submit(self._look_ahead)  # not here: it may wait for what this thread computes next
 
     def end(self) -> None:
         """Note that the oldest step is over."""

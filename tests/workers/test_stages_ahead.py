@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
+from threading import Condition, Event
 
 import pytest
 from hypothesis import given
@@ -37,8 +38,19 @@ class Stages:
 
     def __init__(self) -> None:
         self.told: list[int] = []
-        self.ahead = StepsAhead(lambda plan: self.told.append(plan.chunks[0].token_ids[0]))
+        self.news = Condition()
+        self.ahead = StepsAhead(self.tell)
         self.under_way: deque[StepPlan] = deque()
+
+    def tell(self, plan: StepPlan) -> None:
+        with self.news:
+            self.told.append(plan.chunks[0].token_ids[0])
+            self.news.notify()
+
+    def wait_for(self, *numbers: int) -> None:
+        """Wait until the others have been told of these steps."""
+        with self.news:
+            assert self.news.wait_for(lambda: self.told == [*numbers], 10.0), self.told
 
     def start(self, plan: StepPlan) -> None:
         self.under_way.append(plan)
@@ -118,11 +130,50 @@ def test_nothing_is_begun_ahead_of_a_step_whose_turn_has_come() -> None:
     assert stages.told == [1]
 
 
-def test_a_step_that_is_computed_again_when_others_have_begun_the_next_one_is_a_broken_device() -> None:
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_a_step_that_is_computed_again_when_others_have_begun_the_next_one_is_a_broken_device(in_halves: bool) -> None:
     stages = Stages()
     stages.start(plan_of(1, "known"))
     stages.start(plan_of(2, "known"))
     stages.compute()
+    stages.wait_for(1, 2)
     with pytest.raises(DeviceError):
-        stages.compute(in_halves=True)
+        stages.compute(in_halves=in_halves)
+    stages.ahead.close()
+
+
+def test_a_step_that_is_started_while_one_is_computed_is_begun_ahead() -> None:
+    stages = Stages()
+    stages.start(plan_of(1, "known"))
+    stages.compute()
+    stages.start(plan_of(2, "known"))
+    stages.wait_for(1, 2)
+    stages.ahead.close()
+
+
+@pytest.mark.parametrize("kind", ["vector", "known"])
+def test_a_step_that_fails_is_computed_in_halves_before_one_that_follows_it(kind: str) -> None:
+    stages = Stages()
+    stages.start(plan_of(1, "known"))
+    stages.compute()
+    stages.compute(in_halves=True)
+    stages.start(plan_of(2, kind))
+    stages.ahead.close()
+    assert stages.told == [1, 1, 1]
+
+
+def test_others_are_told_of_a_step_ahead_while_this_stage_computes() -> None:
+    """A large step fills the socket to a stage that reads on only once this stage has computed."""
+    stages, has_begun = Stages(), Event()
+
+    def tell(plan: StepPlan) -> None:
+        if plan.chunks[0].token_ids[0] == 1 or has_begun.wait(5.0):
+            stages.tell(plan)
+
+    stages.ahead = StepsAhead(tell)
+    stages.start(plan_of(1, "known"))
+    stages.start(plan_of(2, "known"))
+    stages.compute()
+    has_begun.set()
+    stages.wait_for(1, 2)
     stages.ahead.close()
