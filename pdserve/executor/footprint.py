@@ -14,7 +14,7 @@ from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.model.loading import largest_share, needed_weights
+from pdserve.model.loading import needed_weights, shares
 from pdserve.settings.combinations import ranks_problem
 from pdserve.settings.config import (
     PAGE_SIZE,
@@ -109,9 +109,11 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     sizes = choices.tensor_parallel_size, choices.pipeline_parallel_size
     if problem := ranks_problem(*sizes, device, choices.kv_cache_dtype):
         raise ConfigError(problem)
+    if choices.pipeline_parallel_size > 1 and not compiled:
+        raise ConfigError("pipeline_parallel_size: pipeline stages need the compiled C library")
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
-    share = largest_share(config, *sizes)
+    rank_shares = shares(config, *sizes)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(checkpoint, weights, quantization, dtype)
     return Footprint(
@@ -123,9 +125,9 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         dtype=dtype,
         because=because,
         quantization=quantization,
-        weight_bytes=held_bytes,
+        weight_bytes=int(sum(rank_shares) * held_bytes),
         tensor_parallel_size=choices.tensor_parallel_size,
-        rank_weight_bytes=int(share * held_bytes),
+        rank_weight_bytes=int(max(rank_shares) * held_bytes),
         max_model_len=config.max_position_embeddings,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

@@ -82,7 +82,6 @@ class Followers:
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
-        self.are_waiting = False
         parts = parts_of(plan)
         for index, (_, channel) in enumerate(self._children, start=1):
             try:
@@ -184,6 +183,7 @@ class _Leading:
             return self._runner.run(plan)  # the memory of pages is common
         if plan.copies:
             raise InvariantError("pages are copied while ranks compute")
+        self._followers.are_waiting = False  # also where they have begun before
         self._begin(plan)
         try:
             result = self._runner.run(plan)

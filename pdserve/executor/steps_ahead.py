@@ -67,4 +67,4 @@ class StepsAhead:
 
 def _is_known(plan: StepPlan) -> bool:
     """Say whether all that others need of a step is known."""
-    return bool(plan.chunks) and not plan.copies and all(chunk.previous is None for chunk in plan.chunks)
+    return not plan.copies and all(chunk.previous is None for chunk in plan.chunks)

@@ -65,11 +65,12 @@ def shapes_of(config: ModelConfig, rank: Rank = WHOLE) -> Shapes:
     return _wanted(config, rank).shapes
 
 
-def largest_share(config: ModelConfig, size: int, num_stages: int = 1) -> float:
-    """Return which share of a model's elements the rank has that has the most; ConfigError if it is not divided."""
+def shares(config: ModelConfig, size: int, num_stages: int = 1) -> list[float]:
+    """Return which share of a model's elements each rank has; ConfigError if it is not divided. Some are on several."""
     check_divides(config, size, num_stages)
     ranks = [Rank(index, size, stage, num_stages) for index in range(size) for stage in range(num_stages)]
-    return max(_wanted(config, rank).num_elements for rank in ranks) / _wanted(config, WHOLE).num_elements
+    whole = _wanted(config, WHOLE).num_elements
+    return [_wanted(config, rank).num_elements / whole for rank in ranks]
 
 
 def _wanted(config: ModelConfig, rank: Rank) -> Wanted:

@@ -36,6 +36,7 @@ class Rules:
     fills_steps_ahead: bool = False  # with prompts, while one runs: else a GPU, or a first stage, would wait
     num_parts: int = 1  # of a page, one for each rank of the executor
     adapters: frozenset[AdapterDigest] = frozenset()  # that are loaded
+    has_stages: bool = False  # prompts that wait fill steps ahead, too: else all pipeline stages but one would wait
 
 
 def longest(scheduler: Scheduler, job: Job) -> int:

@@ -38,7 +38,8 @@ class WorkerCore:
         pool = scheduler.cache.pool
         self._scheduler = scheduler
         self._vocab_size, self._adapters = vocab_size, rules.adapters
-        self._max_tasks, self._fills_steps_ahead = rules.max_tasks, rules.fills_steps_ahead
+        self._max_tasks = rules.max_tasks
+        self._fills_steps_ahead, self._has_stages = rules.fills_steps_ahead, rules.has_stages
         self._room = Room(scheduler.cache, scheduler.most_pages(scheduler.limits.max_model_len))
         self._roles = Roles(rules.role, scheduler, self._room, rules.step_tokens)
         self._starting = Starting(scheduler, self._room)
@@ -64,13 +65,14 @@ class WorkerCore:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether the next step may be planned while one runs: all sequences decode, or running prompts will fill it.
+        """Whether the next step may be planned while one runs: all sequences decode, or prompts will fill it.
 
-        Another step of prompts is long, so it is planned late: it takes all that has come by then. A continuation that
-        moves here would wait for both steps.
+        Another step of prompts is long, so it is planned late: it takes all that has come by then. Only pipeline
+        stages plan prompts ahead that wait. A continuation that moves here would wait for both steps.
         """
         scheduler = self._scheduler
-        left = sum([s.num_missing for s in scheduler.running if s.phase is Phase.PROMPT])
+        prompts = (*scheduler.running, *(scheduler.waiting if self._has_stages else ()))
+        left = sum([s.num_missing for s in prompts if s.phase is Phase.PROMPT])
         beyond = left - sum(step.num_prompt_tokens for step in scheduler.steps)
         is_full = self._fills_steps_ahead and beyond >= scheduler.step_tokens
         return (is_full or not (left or scheduler.waiting)) and not self.incoming.awaits_move()

@@ -165,16 +165,7 @@ async def assemble(
     (region,) = engine.executor.regions
     mover = build_mover(config, peer, region, on_stopped, credentials.secret)
     listener.guard(mover)
-    rules = Rules(
-        max_tasks=MAX_WORKER_TASKS,
-        checks_digests=config.digests == "always",
-        max_quarantined_share=config.max_quarantined_share,
-        lease_s=config.lease_s,
-        role=config.role,
-        step_tokens=config.step_tokens,
-        fills_steps_ahead=config.device == "cuda" or config.pipeline_parallel_size > 1,
-        num_parts=len(engine.executor.regions),
-    )
+    rules = rules_of(config, len(engine.executor.regions))
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
     me = Introduction(peer, engine.layout)
     servicer = HandoffServicer(me, mover, listener, reporter.refused)
@@ -192,6 +183,21 @@ async def assemble(
             await carriers.close()
     finally:
         await asyncio.to_thread(mover.close)
+
+
+def rules_of(config: WorkerConfig, num_parts: int) -> Rules:
+    has_stages = config.pipeline_parallel_size > 1
+    return Rules(
+        max_tasks=MAX_WORKER_TASKS,
+        checks_digests=config.digests == "always",
+        max_quarantined_share=config.max_quarantined_share,
+        lease_s=config.lease_s,
+        role=config.role,
+        step_tokens=config.step_tokens,
+        fills_steps_ahead=config.device == "cuda" or has_stages,
+        num_parts=num_parts,
+        has_stages=has_stages,
+    )
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import pytest
 from lone_core import LoneCore, job
@@ -18,10 +19,12 @@ from pdserve.base.roles import Role
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.protocol.sampling import SamplingParams
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import Claim
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Load, Placed, RouterRef, Ticked
+from pdserve.worker.server import rules_of
 
 EMPTY = StepResult((), 0.0)
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
@@ -273,6 +276,27 @@ def test_prompts_are_planned_ahead_where_launching_counts_and_they_fill_the_next
             running.append(worker.core.plan(0.0))
     assert sum(ahead) == num_ahead, "8, 8 and 8 of 30 tokens; the last 6 leave room for what comes"
     assert worker.scheduler.running[0].num_missing == 1
+
+
+@pytest.mark.parametrize("has_stages", [True, False])
+def test_prompts_that_wait_are_planned_ahead_for_pipeline_stages_alone(has_stages: bool) -> None:
+    worker = LoneCore(num_pages=16, max_model_len=64, step_tokens=8, fills_steps_ahead=True, has_stages=has_stages)
+    for number in range(1, 5):
+        worker.place(job(number, 6))
+    assert worker.core.plan(0.0) is not None
+    assert worker.core.may_plan_ahead == has_stages, "8 of 24 tokens run, and the other prompts wait"
+
+
+@pytest.mark.parametrize(
+    ("options", "fills_steps_ahead", "has_stages"),
+    [({}, False, False), ({"device": "cuda"}, True, False), ({"pipeline_parallel_size": 2}, True, True)],
+)
+def test_workers_plan_prompts_ahead_on_gpus_and_in_stages(
+    tmp_path: Path, options: dict[str, object], fills_steps_ahead: bool, has_stages: bool
+) -> None:
+    given = {"model": "m", "worker_id": "w", "routers": ("h:1",), "secret_file": tmp_path, "role": "mixed"}
+    rules = rules_of(WorkerConfig.model_validate(given | options), 1)
+    assert (rules.fills_steps_ahead, rules.has_stages) == (fills_steps_ahead, has_stages)
 
 
 async def test_placements_that_come_together_are_told_to_other_routers_once() -> None:

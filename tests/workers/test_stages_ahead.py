@@ -162,6 +162,24 @@ def test_a_step_that_fails_is_computed_in_halves_before_one_that_follows_it(kind
     assert stages.told == [1, 1, 1]
 
 
+def test_a_step_that_is_started_while_a_half_of_one_is_told_waits() -> None:
+    stages, before = Stages(), list[list[int]]()
+
+    def tell(plan: StepPlan) -> None:
+        if stages.told == [1]:
+            stages.start(plan_of(2, "known"))
+            stages.ahead._thread.submit(int).result()
+            before.append([*stages.told])
+        stages.tell(plan)
+
+    stages.ahead = StepsAhead(tell)
+    stages.start(plan_of(1, "known"))
+    stages.compute()
+    stages.compute(in_halves=True)
+    stages.ahead.close()
+    assert (before, stages.told) == ([[1]], [1, 1, 1])
+
+
 def test_others_are_told_of_a_step_ahead_while_this_stage_computes() -> None:
     """A large step fills the socket to a stage that reads on only once this stage has computed."""
     stages, has_begun = Stages(), Event()
