@@ -38,8 +38,7 @@ class WorkerCore:
         pool = scheduler.cache.pool
         self._scheduler = scheduler
         self._vocab_size, self._adapters = vocab_size, rules.adapters
-        self._max_tasks = rules.max_tasks
-        self._fills_steps_ahead, self._has_stages = rules.fills_steps_ahead, rules.has_stages
+        self._max_tasks, self._rules = rules.max_tasks, rules
         self._room = Room(scheduler.cache, scheduler.most_pages(scheduler.limits.max_model_len))
         self._roles = Roles(rules.role, scheduler, self._room, rules.step_tokens)
         self._starting = Starting(scheduler, self._room)
@@ -71,10 +70,10 @@ class WorkerCore:
         stages plan prompts ahead that wait. A continuation that moves here would wait for both steps.
         """
         scheduler = self._scheduler
-        prompts = (*scheduler.running, *(scheduler.waiting if self._has_stages else ()))
+        prompts = (*scheduler.running, *(scheduler.waiting if self._rules.has_stages else ()))
         left = sum([s.num_missing for s in prompts if s.phase is Phase.PROMPT])
         beyond = left - sum(step.num_prompt_tokens for step in scheduler.steps)
-        is_full = self._fills_steps_ahead and beyond >= scheduler.step_tokens
+        is_full = self._rules.fills_steps_ahead and beyond >= scheduler.step_tokens
         return (is_full or not (left or scheduler.waiting)) and not self.incoming.awaits_move()
 
     @property
