@@ -273,6 +273,25 @@ def test_the_first_stage_computes_a_known_step_while_the_last_one_computes_the_s
         assert first == second
 
 
+def test_a_stage_that_has_begun_a_step_ahead_is_known_to_be_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `close` would wait for one that is stuck."""
+    were_waiting, end = list[bool](), ranked.Followers.end
+
+    def noted_end(followers: ranked.Followers, limit_s: float | None = None) -> None:
+        were_waiting.append(followers.are_waiting)
+        end(followers, limit_s)
+
+    monkeypatch.setattr(loading, "Runner", Watching)
+    with executor_of(config_of(tmp_path, by=PIPELINE)) as executor:
+        monkeypatch.setattr(ranked.Followers, "end", noted_end)
+        plans = [StepPlan((Chunk((1, 2, 3), 0, (PageId(page),), (spec(),)),)) for page in (3, 5)]
+        for step in [executor.start(plan) for plan in plans]:
+            step.result(60)
+    assert were_waiting == [False, False]
+
+
 def test_a_step_that_fails_behind_another_one_is_a_broken_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
