@@ -20,7 +20,7 @@ SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6
 ROWS = "rope and write|digest|rms norm|silu|sample|count|experts of 16 rows$|AWQ of (1|4096) rows$"
 WANTED = {  # one of each kernel; the report has all
     80: f"(prefill|decode) d128$|{ROWS}",
-    90: f"d128$|d128 16-slot|window$|float32|{ROWS}|(FP8 blocks|W8A8) of 64 rows|MXFP4 of 64 rows",
+    90: f"d128$|d128 16-slot|window$|float32|{ROWS}|(FP8 (blocks|outputs)|W8A8) of 64 rows|MXFP4 of 64 rows",
     100: "(prefill|decode) d128$|rope and write|sample|experts of 4096|FP8 blocks of 4096 rows",
 }
 PROGRAM = """
@@ -49,6 +49,7 @@ class Made:
     num_warps: int
     matrix_unit: str
     serialized: bool
+    narrow_inputs: int
 
 
 @cache
@@ -85,6 +86,15 @@ def test_hot_kernels_do_not_spill(capability: int) -> None:
     hot = [one for one in made(capability) if one.hot]
     assert {"attend", "rope_write", "scan", "choose"} <= {one.kernel for one in hot}
     assert {one.case: one.spill_bytes for one in hot if one.spill_bytes} == {}
+
+
+def test_products_of_fp8_are_summed_in_float32_from_block_to_block() -> None:
+    rounded = [one for one in made(90) if one.kernel == "product" and one.case.endswith("rounded")]
+    rounded = [one for one in rounded if one.case.startswith("FP8")]
+    assert {one.case: one.narrow_inputs for one in rounded} == {
+        "FP8 blocks of 64 rows, rounded": 128,
+        "FP8 outputs of 64 rows, rounded": 128,
+    }
 
 
 def test_two_prefill_items_share_a_hopper_multiprocessor() -> None:

@@ -58,6 +58,7 @@ class Resources:
     num_warps: int
     matrix_unit: str  # which instructions multiply matrices; empty: none
     serialized: bool  # the assembler gave up overlapping wgmma
+    narrow_inputs: int  # of FP8, how many are summed before float32 takes the sum
 
     def programs_at_a_time(self, shared_bytes: int) -> int:
         """Return how many programs fit on a multiprocessor of which one program may use `shared_bytes`."""
@@ -130,6 +131,7 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
         num_warps=compiled.metadata.num_warps,
         matrix_unit=units[0] if units else "",
         serialized="wgmma.mma_async instructions are serialized" in report,
+        narrow_inputs=max(map(int, re.findall(r"maxNumImpreciseAcc = (\d+)", compiled.asm["ttgir"])), default=0),
     )
 
 
