@@ -89,7 +89,7 @@ def product(
 def rounds_inputs(weight: CodeBlocks, chip: Device) -> bool:
     """Say whether the chip multiplies the matrix with inputs of 8 bits."""
     if weight.kind == "fp8":
-        return chip.capability >= (8, 9)
+        return chip.multiplies_e4m3
     return weight.kind == "int8" and weight.minimums is None
 
 

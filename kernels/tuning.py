@@ -25,6 +25,10 @@ class Device:
     capability: tuple[int, int]
     num_sms: int
 
+    @property
+    def multiplies_e4m3(self) -> bool:
+        return self.capability >= (8, 9)
+
 
 INTERPRETER = Device((9, 0), 4)  # stands in for a chip when kernels run on the CPU
 

@@ -48,7 +48,8 @@ UNROUNDED = (
     ".shared_expert_gate.weight",
     ".kv_b_proj.weight",  # expands latents: products take its parts in bfloat16
 )
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+EMBEDDING = "model.embed_tokens.weight"
+VOCABULARY = (EMBEDDING, "lm_head.weight")
 
 
 def file_digest(path: Path) -> str:
@@ -236,13 +237,17 @@ def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str,
     return asked
 
 
-def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization) -> Weights:
+def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization, device: Device = "cpu") -> Weights:
     if quantization == checkpoint.coded_as and checkpoint.coded_weights is not None:
         return checkpoint.coded_weights()
-    return in_form(checkpoint.weights(), quantization)
+    weights = checkpoint.weights()
+    rounded = in_form(weights, quantization)
+    if device == "cuda" and EMBEDDING in weights:  # held as floats there, so rounding it would gain nothing
+        rounded[EMBEDDING] = weights[EMBEDDING]
+    return rounded
 
 
-def in_form(weights: Weights, quantization: ChosenQuantization) -> Weights:
+def in_form(weights: Weights, quantization: ChosenQuantization) -> dict[str, Stored]:
     """Round matrices of floats as they are read, if asked for. Those whose inputs do not make whole groups stay."""
     return {name: _rounded(name, stored, bits_of(name, stored, quantization)) for name, stored in weights.items()}
 

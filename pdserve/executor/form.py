@@ -20,6 +20,7 @@ from pdserve.executor.memory import share_weights
 from pdserve.executor.threads import rank_threads
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.kernels.tuning import device_of
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model, load_rank
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
 LATENT_ROWS = ", latents first"  # as well: workers whose rows begin with other features are not paired
+OF_4_BITS = ("int4", "awq", "mxfp4")  # with which a GPU multiplies inputs of 16 bits alone
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
@@ -65,12 +67,27 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         weights = partial(dummy_weights, checkpoint.config, config.seed)
         checkpoint = replace(checkpoint, weights=weights, coded_weights=None)
     quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
-    products = quantization if quantization == "none" else f"{quantization} x {config.quantized_inputs} bits"
+    products = _products(config, quantization)
     logger.info("dtype %s: %s; quantization %s", dtype, because, products)
     source = DUMMY if config.load_format == "dummy" else config.load_format
     rows = LATENT_ROWS if checkpoint.config.is_latent else ""
     weights_hash = weights_hash or f"{checkpoint.fingerprint} {source} {config.seed} {products}{rows}"
     return Form(checkpoint, dtype, quantization, weights_hash)
+
+
+def _products(config: WorkerConfig, quantization: ChosenQuantization) -> str:
+    """Name what is multiplied. ConfigError where a GPU would not take inputs of 8 bits although they are asked for."""
+    if quantization == "none":
+        return quantization
+    named = f"{quantization} x {config.quantized_inputs} bits"
+    if config.device != "cuda" or config.quantized_inputs != 8:
+        return named
+    has_floats = device_of("cuda").multiplies_e4m3
+    if quantization in OF_4_BITS or (quantization == "fp8" and not has_floats):
+        raise ConfigError(
+            f"quantized_inputs: this GPU does not multiply {quantization} with inputs of 8 bits; 16 is served"
+        )
+    return named if has_floats else f"{named}, floats of 8 bits x 16 bits"
 
 
 def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
@@ -119,7 +136,7 @@ def load_form(
     progress: Progress | None = None,
 ) -> Model:
     """Load a model, or with others a rank's part of it."""
-    weights, dtype = weights_in_form(form.checkpoint, form.quantization), DTYPES[form.dtype]
+    weights, dtype = weights_in_form(form.checkpoint, form.quantization, config.device), DTYPES[form.dtype]
     model_config, input_bits, name = form.checkpoint.config, config.quantized_inputs, form.weights_hash
     if ranks is None:
         model = load_model(model_config, weights, dtype, progress, device, input_bits)

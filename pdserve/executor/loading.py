@@ -57,6 +57,7 @@ def load(config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat:
 def _load(
     config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None, thread: ThreadPoolExecutor
 ) -> Loaded:
+    device = engine_device(config)
     drafts = open_drafts(config, checkpoint)
     checkpoint = with_room(checkpoint, drafts)
     form = choose_form(config, checkpoint)
@@ -70,7 +71,6 @@ def _load(
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
     named = weights_hash(form, drafts)
     layout = describe_layout(checkpoint.config, named, config.page_size, code or form.dtype, config.device)
-    device = engine_device(config)
     if config.device in KERNEL_DEVICES:
         _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
     num_pages = pages_asked_for(config, layout, device)

@@ -47,7 +47,7 @@ def joined_blocks(matrices: Sequence[object]) -> CodeBlocks:
     parts = [each for each in matrices if isinstance(each, CodeBlocks)]
     kinds = {each.kind for each in parts}
     if len(kinds) != 1 or len(parts) != len(matrices) or any(each.order is not None for each in parts):
-        raise ValueError("some have codes, and some have none, or others")
+        raise ValueError("some have codes, and some have none, or others; --quantization none decodes all")
     group, has_minimums = min(each.group for each in parts), any(each.minimums is not None for each in parts)
     alike = [_finer(each, group, has_minimums=has_minimums) for each in parts]
     codes, scales = (torch.cat(each, 1) for each in zip(*((each.codes, each.scales) for each in alike), strict=True))

@@ -106,6 +106,16 @@ def test_experts_of_which_one_stack_has_an_extreme_scale_keep_the_other(tmp_path
     assert texts_on_the_gpu(coded) == texts_in_torch(built(checkpoint, "none", TorchOps()))
 
 
+def test_an_embedding_that_a_gpu_holds_as_floats_is_not_rounded(tmp_path: Path) -> None:
+    checkpoint = open_directory(write_model("llama3", tmp_path, num_hidden_layers=1))
+    floats = checkpoint.weights()
+    for device, is_rounded in (("cuda", False), ("cpu", True)):
+        weights = weights_in_form(checkpoint, "int8", device)  # type: ignore[arg-type]
+        assert isinstance(weights["model.embed_tokens.weight"].read(()), Groups) == is_rounded
+        assert isinstance(weights["model.layers.0.mlp.up_proj.weight"].read(()), Groups)
+        assert weights.keys() == floats.keys()
+
+
 def test_floats_are_rounded_to_codes_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:
     checkpoint = open_directory(write_model("llama3", tmp_path, num_hidden_layers=1))
     assert choose_quantization("int4", checkpoint, "float16", "cuda") == "int4"
@@ -114,22 +124,15 @@ def test_floats_are_rounded_to_codes_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> Non
     )
 
 
-def test_inputs_of_8_bits_are_taken_where_they_are_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded: list[bool] = []
-
-    def noted(x: torch.Tensor, weight: CodeBlocks, *given: object, **named: bool) -> torch.Tensor:
-        del given, weight
-        rounded.append(named["rounded"])
-        return x
-
-    monkeypatch.setattr("pdserve.model.ops_cuda.product", noted)
+def test_inputs_of_8_bits_are_taken_where_they_are_asked_for_and_there() -> None:
     whole, with_minimums = (coded_matrix("int8", (16, 64), 64, minimums=each)[0] for each in (False, True))
-    x = torch.zeros(2, 64)
+    x = torch.randn((2, 64), generator=torch.Generator().manual_seed(2))
+    assert not torch.equal(products.product(x, whole, rounded=True), products.product(x, whole))
     for input_bits in (8, 16):
         for weight in (whole, with_minimums):
-            CudaOps(input_bits).linear(x, weight)
-            CudaOps(input_bits).linear_add(x, weight, x)
-    assert rounded == [True, True, False, False, False, False, False, False]
+            expected = products.product(x, weight, rounded=input_bits == 8 and weight is whole)
+            assert torch.equal(CudaOps(input_bits).linear(x, weight), expected)
+            assert torch.equal(CudaOps(input_bits).linear_add(x, weight, torch.zeros(2, 16)), expected)
 
 
 def test_groups_in_an_order_are_joined_if_it_is_the_same() -> None:
@@ -206,7 +209,7 @@ def test_experts_whose_scales_differ_in_form_are_held_in_the_finer_one() -> None
 def test_experts_of_which_some_have_no_codes_are_refused() -> None:
     coded = code_blocks(in_groups(8, 64), CPU)
     for other in (Dense(torch.ones(8, 64)), code_blocks(in_groups(8, 64, 8), CPU)):
-        with pytest.raises(ValueError, match="some have codes, and some have none, or others"):
+        with pytest.raises(ValueError, match="some have codes, and some have none, or others; --quantization none"):
             joined_blocks([coded, other])
 
 

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.executor import form
 from pdserve.executor.loading import page_digest
 from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
+from pdserve.kernels.tuning import Device as Chip
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.settings import processor
@@ -120,6 +123,37 @@ def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
         config = worker(tmp_path, dtype="bfloat16", **settings)
         hashes.add(build_engine(config, open_model(config), b"secret", lambda _: None).layout.weights_hash)
     assert len(hashes) == 4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "older", "newer"),
+    [
+        ("int8", "int8 x 8 bits, floats of 8 bits x 16 bits", "int8 x 8 bits"),
+        ("fp8", None, "fp8 x 8 bits"),
+        ("awq", None, None),
+        ("mxfp4", None, None),
+        ("int4", None, None),
+        ("none", "none", "none"),
+    ],
+)
+def test_weights_of_a_gpu_that_rounds_inputs_have_another_name_and_what_no_product_takes_is_refused(
+    quantization: ChosenQuantization,
+    older: str | None,
+    newer: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.setattr(form, "choose_quantization", lambda *_: quantization)
+    for capability, expected in (((8, 0), older), ((9, 0), newer)):
+        monkeypatch.setattr(form, "device_of", lambda _, has=capability: Chip(has, 100))
+        asked = worker(tmp_path, device="cuda", dtype="bfloat16", quantized_inputs=8)
+        checkpoint = open_model(asked)
+        if expected is None:
+            with pytest.raises(ConfigError, match=r"^quantized_inputs: .* 16 is served"):
+                form.choose_form(asked, checkpoint)
+        else:
+            assert form.choose_form(asked, checkpoint).weights_hash.endswith(f" 0 {expected}")
 
 
 def test_rows_of_latents_are_not_those_of_workers_that_order_their_features_otherwise(tmp_path: Path) -> None:
