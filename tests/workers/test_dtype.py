@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from pdserve.base.errors import ConfigError
@@ -12,6 +13,7 @@ from pdserve.executor import form
 from pdserve.executor.loading import page_digest
 from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
 from pdserve.kernels.tuning import Device as Chip
+from pdserve.model.decoder import Decoder
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.settings import processor
@@ -154,6 +156,19 @@ def test_weights_of_a_gpu_that_rounds_inputs_have_another_name_and_what_no_produ
                 form.choose_form(asked, checkpoint)
         else:
             assert form.choose_form(asked, checkpoint).weights_hash.endswith(f" 0 {expected}")
+
+
+def test_a_gpus_worker_loads_its_embedding_as_the_file_has_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 64}))
+    found = {}
+    for device, quantization in (("cuda", "int8"), ("cuda", "none"), ("cpu", "int8")):
+        asked = worker(tmp_path, device=device, dtype="bfloat16", quantization=quantization)
+        model = form.load_form(asked, form.choose_form(asked, open_model(asked)), torch.device("cpu"), None)
+        assert isinstance(model, Decoder)
+        assert model.embedding is not None
+        found[device, quantization] = model.ops.embed(torch.arange(16), model.embedding)
+    assert torch.equal(found["cuda", "int8"], found["cuda", "none"])
+    assert not torch.equal(found["cuda", "int8"], found["cpu", "int8"])
 
 
 def test_rows_of_latents_are_not_those_of_workers_that_order_their_features_otherwise(tmp_path: Path) -> None:
