@@ -15,7 +15,7 @@ from pdserve.engine.guesses import NO_MATCH, AnswerLookup, Match
 from pdserve.protocol.prefix_hash import CacheScope
 
 CAPACITY = 2**18  # tokens of all answers: about 50 MB
-MOST_OF_ONE = 2048  # tokens of an answer, its last ones: indexing them, and forgetting as many, takes about 3 ms
+MOST_OF_ONE = 2048  # tokens of an answer, its last ones: indexing them, and forgetting as many, takes 3 to 5 ms
 MOST_WAITING = 64  # answers that are not indexed yet
 SHORTEST = 2  # tokens that have to have stood together
 _MOST_PLACES = 8  # that one lookup compares
@@ -35,9 +35,8 @@ class RecentAnswers:
     def __init__(self, lookup: AnswerLookup, capacity: int = CAPACITY) -> None:
         self._lookup = lookup
         self._tokens = array("i", bytes(4 * capacity))
-        self._earlier = array(
-            "q", bytes(8 * capacity)
-        )  # by position: the one before it behind the same n-gram; 0: none
+        # By position: the one before it behind the same n-gram; 0: none.
+        self._earlier = array("q", bytes(8 * capacity))
         self._answers: deque[_Answer] = deque()  # the oldest first
         self._latest: dict[CacheScope, dict[tuple[int, ...], int]] = {}  # the position behind an n-gram, the latest one
         self._waiting: deque[tuple[CacheScope, Seq[int]]] = deque(maxlen=MOST_WAITING)
