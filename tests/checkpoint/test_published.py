@@ -10,6 +10,7 @@ from greedy_runs import greedy_texts
 from held_weights import held
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 from published_formats import CASES, FP8, GPTQ, INT4, in_words, of_group, published
+from thread_ranks import thread_ranks
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
@@ -270,6 +271,18 @@ def test_models_in_fp8_compute_as_their_decoded_weights_do(case: str, tmp_path: 
     if kept == "fp8":
         with pytest.raises(ConfigError, match=r"^quantization: fp8 goes with dtype bfloat16, not float32"):
             choose_quantization("fp8", checkpoint, "float32", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner_size", [256, 160])  # in whole blocks, or with one that is parted
+def test_ranks_of_a_model_in_fp8_compute_as_ranks_of_its_decoded_weights_do(inner_size: int, tmp_path: Path) -> None:
+    plain = write_model("llama3", tmp_path / "plain", intermediate_size=inner_size)
+    published("fp8 of large blocks", plain, tmp_path / "coded")
+    checkpoint, found = open_directory(tmp_path / "coded"), []
+    for weights in (weights_in_form(checkpoint, "fp8"), checkpoint.weights()):
+        with thread_ranks(2, checkpoint.config, weights, torch.bfloat16, 40) as ranks:
+            found.append(greedy_texts(ranks, [prompt(5), prompt(150)], 16))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
