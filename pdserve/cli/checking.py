@@ -12,6 +12,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.cli.models import fetched
 from pdserve.cli.options import AsJson
 from pdserve.settings.config import GPU_PAGE_SIZE, MAX_RANKS, PAGE_SIZE, Device, Dtype, KvCacheDtype, Quantization
+from pdserve.settings.degrees import Degrees
 
 if TYPE_CHECKING:
     from pdserve.executor.footprint import Footprint
@@ -41,8 +42,7 @@ def check_model(
         kv_cache_dtype,
         quantization,
         size,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
+        degrees=Degrees(tensor_parallel_size, pipeline_parallel_size),
     )
     try:
         fit = footprint_of(fetched(model), choices)
@@ -64,7 +64,7 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     yield "family", f"{fit.architecture}: served"
     yield "parameters", f"{fit.num_parameters:,}"
     yield "weights", f"{_size(fit.file_bytes)} in files, about {_size(fit.weight_bytes)} in memory"
-    for name, size in (("ranks", fit.tensor_parallel_size), ("stages", fit.pipeline_parallel_size)):
+    for name, size in (("ranks", fit.degrees.tensor), ("stages", fit.degrees.pipeline)):
         if size > 1:
             yield name, f"{size}: at most {_size(fit.rank_weight_bytes)} of the weights in each"
     yield "form", f"{form} ({fit.because})"

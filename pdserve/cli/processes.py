@@ -62,7 +62,7 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
     settings = settings_of(WorkerConfig, config, flags)
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # read when NIXL is loaded: UCX would take SIGHUP for its debugger
     weights = settings.shared_weights_dir if settings.device != "cuda" else None
-    with thread_defaults(os.environ, settings.num_threads, weights, num_ranks=settings.num_ranks) as seat:
+    with thread_defaults(os.environ, settings.num_threads, weights, num_ranks=settings.degrees.num_ranks) as seat:
         serve = _serving(settings)
 
     run_process(partial(serve, seat=seat), settings)

@@ -12,10 +12,10 @@ from pdserve.checkpoint.open import check_model
 from pdserve.executor.form import KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
+from pdserve.executor.rank_sums import check_library
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import needed_weights, shares
-from pdserve.settings.combinations import ranks_problem
 from pdserve.settings.config import (
     PAGE_SIZE,
     STEP_TOKENS,
@@ -24,6 +24,7 @@ from pdserve.settings.config import (
     KvCacheDtype,
     Quantization,
 )
+from pdserve.settings.degrees import Degrees
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 STATE_BYTES = 4  # of a float32
@@ -39,8 +40,7 @@ class Choices:
     quantization: Quantization = "auto"
     page_size: int = PAGE_SIZE
     step_tokens: int = max(STEP_TOKENS.values())
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    degrees: Degrees = Degrees()  # noqa: RUF009 - a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Footprint:
     because: str  # why it is that
     quantization: str
     weight_bytes: int  # in memory, nearly, of all ranks
-    tensor_parallel_size: int
+    degrees: Degrees
     rank_weight_bytes: int  # of the rank that has the most
     max_model_len: int  # tokens
     num_layers: int
@@ -72,7 +72,6 @@ class Footprint:
     device: str
     free_bytes: int
     has_chat_template: bool
-    pipeline_parallel_size: int
 
     @property
     def num_pages(self) -> int:
@@ -106,14 +105,12 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, checkpoint.weights())
-    sizes = choices.tensor_parallel_size, choices.pipeline_parallel_size
-    if problem := ranks_problem(*sizes, device, choices.kv_cache_dtype):
+    if problem := choices.degrees.problem(device, choices.kv_cache_dtype):
         raise ConfigError(problem)
-    if choices.pipeline_parallel_size > 1 and not compiled:
-        raise ConfigError("pipeline_parallel_size: pipeline stages need the compiled C library")
+    check_library(choices.degrees)
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
-    rank_shares = shares(config, *sizes)
+    rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(checkpoint, weights, quantization, dtype)
     return Footprint(
@@ -126,7 +123,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         because=because,
         quantization=quantization,
         weight_bytes=int(sum(rank_shares) * held_bytes),
-        tensor_parallel_size=choices.tensor_parallel_size,
+        degrees=choices.degrees,
         rank_weight_bytes=int(max(rank_shares) * held_bytes),
         max_model_len=config.max_position_embeddings,
         num_layers=config.num_layers,
@@ -142,7 +139,6 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,
-        pipeline_parallel_size=choices.pipeline_parallel_size,
     )
 
 

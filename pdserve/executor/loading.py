@@ -65,7 +65,7 @@ def _load(
         raise ConfigError(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
-    check_divides(checkpoint.config, config.tensor_parallel_size, config.pipeline_parallel_size)
+    check_divides(checkpoint.config, config.degrees)
     if config.speculative_config is not None and checkpoint.config.has_states:
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
@@ -76,7 +76,7 @@ def _load(
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
-    if config.num_ranks > 1 and num_pages is not None:
+    if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
         executor = _ranked(config, form, (num_pages, layout.page_bytes), thread, progress)
         return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
@@ -106,8 +106,7 @@ def _ranked(
         runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
         followers.meet()
         _check_memory(config, num_pages * page_bytes)  # beside all of their parts
-        count = f"{config.num_ranks} {'ranks' if config.tensor_parallel_size > 1 else 'pipeline stages'}"
-        name = f"{count}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
+        name = f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
         return RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:
         followers.close()

@@ -8,10 +8,11 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import choose_form, load_form
 from pdserve.executor.rank_frames import Channel, Setup
-from pdserve.executor.rank_sums import Ranks, rank_at, ranks_of
+from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.executor.shared_pages import mapped_pages
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
 
 
@@ -25,8 +26,7 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         raise RuntimeError(f"rank 0 has a compiled library, and this one has none: {loaded}")
     if not isinstance(loaded, Missing) and not setup.has_library:
         raise RuntimeError("rank 0 has no compiled library, and this one has one")
-    rank = rank_at(setup.index, config.tensor_parallel_size, config.pipeline_parallel_size)
-    ranks = ranks_of(rank, mapped_pages(setup.slots), [channel], config.stalled_step_s)
+    ranks = ranks_of(Rank.at(setup.index, config.degrees), mapped_pages(setup.slots), [channel], config.stalled_step_s)
     form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
     model = load_form(config, form, torch.device("cpu"), ranks)
     runner = Runner(model, setup.num_pages, config.page_size, memory=mapped_pages(setup.pages))

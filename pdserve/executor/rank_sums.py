@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.base.errors import DeviceError
+from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.executor.rank_frames import Channel
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Calls, Immediate
@@ -17,6 +17,7 @@ from pdserve.kernels.cpu.ranks import SLOT_BYTES, RankMemory, gather_columns, su
 from pdserve.model.elementwise import times
 from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
+from pdserve.settings.degrees import Degrees
 
 
 class SharedRanks:
@@ -95,7 +96,7 @@ def ranks_of(rank: Rank, slots: Tensor, channels: Sequence[Channel], limit_s: fl
     """
     loaded = library()
     if rank.num_stages > 1:
-        assert not isinstance(loaded, Missing), "`Followers` refuses that"
+        assert not isinstance(loaded, Missing), "`check_library` has refused that"
         pairs = slots.view(rank.num_stages - 1, -1)
         before = None if rank.is_first else RankMemory(pairs[rank.stage - 1], 1, 2, limit_s)
         behind = None if rank.is_last else RankMemory(pairs[rank.stage], 0, 2, limit_s)
@@ -105,14 +106,15 @@ def ranks_of(rank: Rank, slots: Tensor, channels: Sequence[Channel], limit_s: fl
     return SharedRanks(rank, RankMemory(slots, rank.index, rank.size, limit_s), Immediate(loaded), limit_s)
 
 
-def slots_bytes(num_ranks: int, num_stages: int = 1) -> int:
+def slots_bytes(degrees: Degrees) -> int:
     """Return the bytes in which all ranks meet: a slot for each, or two for each two neighbouring stages."""
-    return SLOT_BYTES * (num_ranks if num_stages == 1 else 2 * (num_stages - 1))
+    return SLOT_BYTES * (degrees.tensor if degrees.pipeline == 1 else 2 * (degrees.pipeline - 1))
 
 
-def rank_at(index: int, num_ranks: int, num_stages: int) -> Rank:
-    """Return what the process of this number is. The first one, which samples, is the last pipeline stage."""
-    return Rank(stage=(index - 1) % num_stages, num_stages=num_stages) if num_stages > 1 else Rank(index, num_ranks)
+def check_library(degrees: Degrees) -> None:
+    """Raise ConfigError where stages cannot pass on what they make."""
+    if degrees.pipeline > 1 and isinstance(library(), Missing):
+        raise ConfigError(f"pipeline_parallel_size: {degrees.pipeline}: pipeline stages need the compiled C library")
 
 
 def _packed(x: Tensor) -> bytes:

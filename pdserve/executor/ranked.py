@@ -29,13 +29,14 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
-from pdserve.executor.rank_sums import rank_at, ranks_of, slots_bytes
+from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
+from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,10 @@ class Followers:
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
-        size, has_library = config.num_ranks, not isinstance(library(), Missing)
-        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-        if config.pipeline_parallel_size > 1 and not has_library:
-            raise ConfigError(f"pipeline_parallel_size: {size}: pipeline stages need the compiled C library")
-        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(*sizes))
+        degrees, has_library = config.degrees, not isinstance(library(), Missing)
+        check_library(degrees)
+        size = degrees.num_ranks
+        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(degrees))
         try:
             for index in range(1, size):
                 child = _started(memory, slots)
@@ -73,7 +73,7 @@ class Followers:
         finally:
             self.pages: Tensor = mapped_pages(memory)
             channels = [channel for _, channel in self._children]
-            self.ranks = ranks_of(rank_at(0, *sizes), mapped_pages(slots), channels, config.stalled_step_s)
+            self.ranks = ranks_of(Rank.at(0, degrees), mapped_pages(slots), channels, config.stalled_step_s)
 
     def meet(self) -> None:
         """Wait until all have loaded. ConfigError says what one of them has refused."""

@@ -20,6 +20,7 @@ from pdserve.model.parallel import Collective
 from pdserve.model.sharding import check_divides
 from pdserve.model.stages import Stages
 from pdserve.model.weights import WHOLE, Part, Rank, Stored, Weights
+from pdserve.settings.degrees import Degrees
 
 DUMMY_STD = 0.02
 NAMED_AT_MOST = 3  # missing tensors that an error names; it counts the others
@@ -53,7 +54,7 @@ def load_rank(
 ) -> Model:
     """Build one rank's part of a model, on a CPU; do as `load_model` otherwise. All ranks load at the same time."""
     rank, device = ranks.rank, torch.device("cpu")
-    check_divides(config, rank.size, rank.num_stages)
+    check_divides(config, rank.degrees)
     needed = needed_weights(config, weights)
     tensors = Tensors({name: needed[name] for name in shapes_of(config, rank)}, dtype, device, progress)
     ops = ops_for(device, input_bits, with_experts=config.design.has_experts and rank.size == 1)
@@ -65,10 +66,10 @@ def shapes_of(config: ModelConfig, rank: Rank = WHOLE) -> Shapes:
     return _wanted(config, rank).shapes
 
 
-def shares(config: ModelConfig, size: int, num_stages: int = 1) -> list[float]:
+def shares(config: ModelConfig, degrees: Degrees) -> list[float]:
     """Return which share of a model's elements each rank has; ConfigError if it is not divided. Some are on several."""
-    check_divides(config, size, num_stages)
-    ranks = [Rank(index, size, stage, num_stages) for index in range(size) for stage in range(num_stages)]
+    check_divides(config, degrees)
+    ranks = [Rank.at(index, degrees) for index in range(degrees.num_ranks)]
     whole = _wanted(config, WHOLE).num_elements
     return [_wanted(config, rank).num_elements / whole for rank in ranks]
 

@@ -9,6 +9,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Experts
 from pdserve.model.weights import Rank
+from pdserve.settings.degrees import Degrees
 
 
 def part_of(config: ModelConfig, rank: Rank) -> ModelConfig:
@@ -20,8 +21,9 @@ def part_of(config: ModelConfig, rank: Rank) -> ModelConfig:
     return replace(config, num_heads=queries.stop - queries.start, num_kv_heads=keys.stop - keys.start)
 
 
-def check_divides(config: ModelConfig, size: int, num_stages: int = 1) -> None:
+def check_divides(config: ModelConfig, degrees: Degrees) -> None:
     """Raise ConfigError unless so many ranks, or so many pipeline stages, serve a model."""
+    size, num_stages = degrees.tensor, degrees.pipeline
     if num_stages > config.num_layers:
         raise ConfigError(f"pipeline_parallel_size: {num_stages}: the model has {config.num_layers} layers")
     if num_stages > 1 and config.has_states:

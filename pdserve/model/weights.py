@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from pdserve.base.errors import ConfigError
+from pdserve.settings.degrees import Degrees
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +70,17 @@ class Rank:
     size: int = 1
     stage: int = 0
     num_stages: int = 1
+
+    @classmethod
+    def at(cls, index: int, degrees: Degrees) -> Self:
+        """Return what the process of this number is. The first one, which samples, is the last pipeline stage."""
+        if degrees.pipeline > 1:
+            return cls(stage=(index - 1) % degrees.pipeline, num_stages=degrees.pipeline)
+        return cls(index, degrees.tensor)
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.size, self.num_stages)
 
     @property
     def is_first(self) -> bool:

@@ -13,7 +13,7 @@ from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
-from pdserve.settings.combinations import ranks_problem
+from pdserve.settings.degrees import Degrees
 from pdserve.settings.speculative import SpeculativeSetting
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -301,9 +301,9 @@ class WorkerConfig(ServingConfig):
         return {role: own or max(count, self.max_num_seqs) for role, count in STEP_TOKENS.items()}
 
     @property
-    def num_ranks(self) -> int:
-        """Processes that compute this worker's steps."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+    def degrees(self) -> Degrees:
+        """How the model is divided among processes."""
+        return Degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @model_validator(mode="after")
     def _is_reached(self) -> Self:
@@ -315,12 +315,11 @@ class WorkerConfig(ServingConfig):
     def _has_its_device(self) -> Self:
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
-        sizes = self.tensor_parallel_size, self.pipeline_parallel_size
-        if problem := ranks_problem(*sizes, self.device, self.kv_cache_dtype):
+        if problem := self.degrees.problem(self.device, self.kv_cache_dtype):
             raise ValueError(problem)
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
-        if self.speculative_config is not None and self.num_ranks > 1:
+        if self.speculative_config is not None and self.degrees.num_ranks > 1:
             raise ValueError("speculative_config: a worker of several ranks verifies no guesses yet")
         kv_dtype, guessed = self.kv_cache_dtype, self.speculative_config
         if guessed is not None and not guessed.looks_up and kv_dtype != "auto":

@@ -14,10 +14,11 @@ from torch import Tensor
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.executor import footprint
+from pdserve.executor import footprint, rank_sums
 from pdserve.executor.footprint import Choices, footprint_of
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.model.groups import Groups
+from pdserve.settings.degrees import Degrees
 
 Command = Callable[..., CompletedProcess[str]]
 
@@ -122,7 +123,7 @@ def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_hea
     tensors = load_file(folder / "model.safetensors")
     behind = ("model.layers.1.", "model.layers.2.", "model.norm.", "lm_head.")  # of three layers
     own = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(behind))
-    fit = footprint_of(folder, Choices(dtype="float32", pipeline_parallel_size=2))
+    fit = footprint_of(folder, Choices(dtype="float32", degrees=Degrees(1, 2)))
     assert fit.rank_weight_bytes == pytest.approx(4 * own, abs=4)
     said = pdserve("models", "check", str(folder), "--dtype", "float32", "--pipeline-parallel-size", "2").stdout
     assert "stages        2: at most" in said
@@ -131,14 +132,14 @@ def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_hea
 
 
 def test_stages_are_not_served_without_the_compiled_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "library", lambda: Missing(Reason.COMPILER, ""))
+    monkeypatch.setattr(rank_sums, "library", lambda: Missing(Reason.COMPILER, ""))
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        footprint_of(folder, Choices(pipeline_parallel_size=2))
+        footprint_of(folder, Choices(degrees=Degrees(1, 2)))
 
 
 def test_a_tied_head_is_in_the_memory_of_two_stages(tmp_path: Path) -> None:
     folder = write_model("llama3", tmp_path, tie_word_embeddings=True)
     (table,) = [value for name, value in load_file(folder / "model.safetensors").items() if "embed_tokens" in name]
-    one, stages = (footprint_of(folder, Choices(dtype="float32", pipeline_parallel_size=size)) for size in (1, 2))
+    one, stages = (footprint_of(folder, Choices(dtype="float32", degrees=Degrees(1, size))) for size in (1, 2))
     norm = table.shape[1]  # is on both as well
     assert stages.weight_bytes - one.weight_bytes == pytest.approx(4 * (table.numel() + norm), abs=4)

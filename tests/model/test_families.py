@@ -54,6 +54,7 @@ from pdserve.model.sharding import check_divides
 from pdserve.model.state_design import ShortConv
 from pdserve.model.weights import Rank, Weights
 from pdserve.settings.config import WorkerConfig
+from pdserve.settings.degrees import Degrees
 
 pytestmark = pytest.mark.slow
 
@@ -537,7 +538,7 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
 
     if family in STATES:
         with pytest.raises(ConfigError, match="tensor_parallel_size: 2: layers with a state are not divided"):
-            check_divides(config, 2)
+            check_divides(config, Degrees(2))
         return
     whole, halves = built(Rank()), [built(Rank(index, 2)) for index in range(2)]
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint, in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.rank_sums import SharedRanks, rank_at, ranks_of, slots_bytes
+from pdserve.executor.rank_sums import SharedRanks, ranks_of, slots_bytes
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
@@ -30,6 +30,7 @@ from pdserve.model.sharding import check_divides
 from pdserve.model.taps import Tap
 from pdserve.model.weights import Rank, Stored, Weights
 from pdserve.protocol.pooling import Pooling
+from pdserve.settings.degrees import Degrees
 
 NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
 PROMPTS = [prompt(count, count) for count in (5, 45, 150)]
@@ -144,9 +145,9 @@ def test_each_pipeline_stage_reads_its_layers_and_what_is_before_or_behind_them(
     def noting(stage: int, name: str, stored: Stored) -> Stored:
         return replace(stored, read=lambda part: read[stage].add(name) or stored.read(part))
 
-    slots = torch.zeros(slots_bytes(1, 3), dtype=torch.uint8)
+    slots = torch.zeros(slots_bytes(Degrees(1, 3)), dtype=torch.uint8)
     for index in range(3):
-        rank = rank_at(index, 1, 3)
+        rank = Rank.at(index, Degrees(1, 3))
         weights = {name: noting(rank.stage, name, stored) for name, stored in checkpoint.weights().items()}
         load_rank(checkpoint.config, weights, torch.float32, ranks_of(rank, slots, [], 1.0))
     layers = [{int(name.split(".")[2]) for name in names if name.startswith("model.layers.")} for names in read]
@@ -274,24 +275,24 @@ def test_all_ranks_have_the_same_hidden_states_to_the_bit(
 
 def test_experts_of_an_odd_number_of_features_are_refused_by_name(opened: Callable[..., Checkpoint]) -> None:
     odd = opened("qwen2-moe", moe_intermediate_size=63)
-    check_divides(odd.config, 1)
+    check_divides(odd.config, Degrees(1))
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: an odd number of features of each expert"):
-        check_divides(odd.config, 2)
+        check_divides(odd.config, Degrees(2))
 
 
 @pytest.mark.parametrize("family", STATES)
 def test_what_no_rank_has_a_part_of_is_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: layers with a state are not divided"):
-        check_divides(opened(family).config, 2)
+        check_divides(opened(family).config, Degrees(2))
     with pytest.raises(ConfigError, match=r"^pipeline_parallel_size: 2: layers with a state are not tried"):
-        check_divides(opened(family).config, 1, 2)
+        check_divides(opened(family).config, Degrees(1, 2))
 
 
 def test_more_stages_than_layers_are_refused_by_name(opened: Callable[..., Checkpoint]) -> None:
     config = opened(LLAMA).config
-    check_divides(config, 1, 3)
+    check_divides(config, Degrees(1, 3))
     with pytest.raises(ConfigError, match=r"^pipeline_parallel_size: 4: the model has 3 layers"):
-        check_divides(config, 1, 4)
+        check_divides(config, Degrees(1, 4))
 
 
 @pytest.mark.parametrize("family", [LLAMA, "qwen2-moe", "gpt-oss", "olmo2"])

@@ -12,13 +12,14 @@ from torch import Tensor
 from pdserve.engine.runner import Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.loading import describe_layout
-from pdserve.executor.rank_sums import rank_at, ranks_of, slots_bytes
+from pdserve.executor.rank_sums import ranks_of, slots_bytes
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_rank
 from pdserve.model.ops import times
 from pdserve.model.weights import Rank, Weights
+from pdserve.settings.degrees import Degrees
 
 LIMIT_S = 60.0
 PAGE_SIZE = 16
@@ -65,8 +66,8 @@ def thread_ranks(
     page_bytes = describe_layout(config, "", PAGE_SIZE, name, "cpu").page_bytes
     memory = zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))
 
-    ranks = [rank_at(index, size, num_stages) for index in range(size * num_stages)]
-    slots = torch.zeros(slots_bytes(size, num_stages), dtype=torch.uint8)
+    ranks = [Rank.at(index, Degrees(size, num_stages)) for index in range(size * num_stages)]
+    slots = torch.zeros(slots_bytes(Degrees(size, num_stages)), dtype=torch.uint8)
 
     def load(rank: Rank) -> Model:
         return load_rank(config, weights, dtype, ranks_of(rank, slots, [], LIMIT_S))

@@ -20,13 +20,14 @@ from torch import Tensor
 from pdserve.base.errors import DeviceError
 from pdserve.executor import rank_sums
 from pdserve.executor.rank_frames import Channel
-from pdserve.executor.rank_sums import SharedRanks, SocketRanks, rank_at, ranks_of, slots_bytes
+from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.kernels.cpu.calls import Program
 from pdserve.kernels.cpu.library import library
 from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
+from pdserve.settings.degrees import Degrees
 
 LIMIT_S = 60.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +58,7 @@ def in_order(parts: Sequence[Tensor], residual: Tensor | None, scale: float) -> 
 
 
 def shared(size: int, limit_s: float = LIMIT_S) -> list[SharedRanks | SocketRanks]:
-    slots = torch.zeros(slots_bytes(size), dtype=torch.uint8)
+    slots = torch.zeros(slots_bytes(Degrees(size)), dtype=torch.uint8)
     return [ranks_of(Rank(index, size), slots, [], limit_s) for index in range(size)]
 
 
@@ -133,8 +134,8 @@ def test_without_a_compiled_library_sockets_carry_sums_and_columns(size: int, mo
 def test_rows_of_any_size_go_from_each_pipeline_stage_to_the_next_one_in_order(
     num_stages: int, shapes: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    slots = torch.zeros(slots_bytes(1, num_stages), dtype=torch.uint8)
-    ranks = [rank_at(index, 1, num_stages) for index in range(num_stages)]
+    slots = torch.zeros(slots_bytes(Degrees(1, num_stages)), dtype=torch.uint8)
+    ranks = [Rank.at(index, Degrees(1, num_stages)) for index in range(num_stages)]
     given_rows = [drawn(turn, shape, dtype) for turn, shape in enumerate(shapes)]
 
     def passed(index: int) -> Tensor:
@@ -156,8 +157,8 @@ def test_rows_of_any_size_go_from_each_pipeline_stage_to_the_next_one_in_order(
 
 
 def test_a_neighbour_that_does_not_come_is_named() -> None:
-    slots = torch.zeros(slots_bytes(1, 3), dtype=torch.uint8)
-    middle = ranks_of(rank_at(2, 1, 3), slots, [], 0.2)
+    slots = torch.zeros(slots_bytes(Degrees(1, 3)), dtype=torch.uint8)
+    middle = ranks_of(Rank.at(2, Degrees(1, 3)), slots, [], 0.2)
     assert isinstance(middle, Stages)
     middle.check()
     middle.receive(3, 5, torch.float32)
@@ -168,7 +169,7 @@ def test_a_neighbour_that_does_not_come_is_named() -> None:
 @contextmanager
 def beside(limit_s: float, num_sums: int) -> Iterator[tuple[SharedRanks | SocketRanks, "subprocess.Popen[str]"]]:
     """Yield the first of two ranks; the other one is a process that sums so often, of what it counts."""
-    descriptor = new_pages(slots_bytes(2))
+    descriptor = new_pages(slots_bytes(Degrees(2)))
     command = (sys.executable, "-c", COUNTED, str(descriptor), str(num_sums))
     process = subprocess.Popen(command, pass_fds=(descriptor,), stdout=subprocess.PIPE, text=True)
     ranks = ranks_of(Rank(0, 2), mapped_pages(descriptor), [], limit_s)

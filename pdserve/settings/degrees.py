@@ -1,0 +1,32 @@
+"""Among how many processes a worker's model is divided. What goes with that, and no test has compared, is refused."""
+
+from pdserve.base.values import value
+
+
+@value
+class Degrees:
+    """So many ranks hold each layer together, and so many pipeline stages hold the layers one after the other."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many processes compute a step."""
+        return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return f"{self.pipeline} pipeline stages" if self.pipeline > 1 else f"{self.tensor} ranks"
+
+    def problem(self, device: str, kv_cache_dtype: str) -> str | None:
+        """Return why workers on a device are not divided like this, or do not keep K and V so, or None."""
+        if self.tensor > 1 and self.pipeline > 1:
+            return f"pipeline_parallel_size: {self.pipeline} is not served with tensor_parallel_size {self.tensor} yet"
+        for name, size in (("tensor_parallel_size", self.tensor), ("pipeline_parallel_size", self.pipeline)):
+            if size > 1 and device in ("cuda", "interpreter"):
+                return f"{name}: {size} is refused: a worker on {device} has one device"
+        if kv_cache_dtype != "auto" and device not in ("auto", "cpu"):
+            return f"kv_cache_dtype: {kv_cache_dtype} is served on a CPU, not on {device}"
+        if kv_cache_dtype != "auto" and self.num_ranks > 1:
+            return f"kv_cache_dtype: {kv_cache_dtype} is served by one rank; for {self.num_ranks}, auto is"
+        return None
