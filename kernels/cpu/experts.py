@@ -15,32 +15,29 @@ from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind, Mixture
 from pdserve.kernels.cpu.layers import GATED, PLAIN, Activation, Tiles, codes_inputs, inputs_of
 from pdserve.kernels.cpu.library import DTYPES
+from pdserve.kernels.routing import Routing
 
 MOST_EXPERTS = 4096  # whose scores lie on a thread's stack
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How rows choose: by scores that are softmax or sigmoid of their logits (pdserve/model/design.py, `Routing`)."""
+    """How rows choose."""
 
     weight: Tensor  # [num_experts, inputs], of the inputs' dtype
-    num_chosen: int
-    by_sigmoid: bool = False
-    groups: tuple[int, int] = (1, 1)
-    normalized: bool = True
-    scale: float = 1.0
+    routing: Routing
     ranks_bias: Tensor | None = None  # float32 [num_experts]: added to scores where experts are chosen
     logits_bias: Tensor | None = None  # float32 [num_experts]
-    group_best: int = 2  # 1 or 2: so many of a group's ranks are summed to choose groups
 
     def __post_init__(self) -> None:
         require_tensor("weight", self.weight, (None, None), tuple(DTYPES))
-        count, (num_groups, kept) = len(self.weight), self.groups
+        rule = self.routing
+        count, (num_groups, kept) = len(self.weight), rule.groups
         require(0 < count <= MOST_EXPERTS, f"weight: {count} experts, of at most {MOST_EXPERTS}")
-        require(0 < kept <= num_groups and count % num_groups == 0, f"groups: {self.groups} of {count} experts")
-        require(self.group_best in (1, 2), f"group_best must be 1 or 2, got {self.group_best}")
+        require(0 < kept <= num_groups and count % num_groups == 0, f"groups: {rule.groups} of {count} experts")
+        require(rule.group_best in (1, 2), f"group_best must be 1 or 2, got {rule.group_best}")
         most = kept * count // num_groups
-        require(0 < self.num_chosen <= most, f"num_chosen: {self.num_chosen} of {most} experts")
+        require(0 < rule.num_chosen <= most, f"num_chosen: {rule.num_chosen} of {most} experts")
         for name, bias in (("ranks_bias", self.ranks_bias), ("logits_bias", self.logits_bias)):
             if bias is not None:
                 require_tensor(name, bias, (count,), (torch.float32,))
@@ -179,15 +176,15 @@ class _Step:
     @classmethod
     def begun(cls, calls: Calls, logits: Tensor, experts: TiledExperts) -> Self:
         """Let rows choose, and put their choices in order."""
-        router, (num_rows, count) = experts.router, logits.shape
-        num_slots = num_rows * router.num_chosen
+        router, rule, (num_rows, count) = experts.router, experts.router.routing, logits.shape
+        num_slots = num_rows * rule.num_chosen
         chosen = calls.empty(1, 4 * (2 * (count + 1) + 5 * num_slots), torch.uint8)
         mixture = Mixture(
-            chosen=chosen.data_ptr(), num_experts=count, num_chosen=router.num_chosen, by_sigmoid=router.by_sigmoid,
-            normalized=router.normalized, num_groups=router.groups[0], num_kept_groups=router.groups[1],
-            group_best=router.group_best, counts=experts.counts.data_ptr(),
+            chosen=chosen.data_ptr(), num_experts=count, num_chosen=rule.num_chosen, by_sigmoid=rule.by_sigmoid,
+            normalized=rule.normalized, num_groups=rule.groups[0], num_kept_groups=rule.groups[1],
+            group_best=rule.group_best, counts=experts.counts.data_ptr(),
         )  # fmt: skip
-        routing = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=router.scale, mixture=mixture)
+        routing = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=rule.scale, mixture=mixture)
         routing.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()
         calls.take(num_rows, routing, Call(kind=Kind.GROUPING, mixture=mixture))
         return cls(calls, num_rows, num_slots, chosen, mixture)

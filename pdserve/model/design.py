@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdserve.kernels.routing import Routing
 from pdserve.model.rope_config import RopeConfig
 from pdserve.model.state_design import GatedDelta, Recurrent, ShortConv, StateSpace
 
@@ -148,19 +149,6 @@ class PlainMlp:
     bias: bool = False
     up: str = "up_proj"
     down: str = "down_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a token chooses its experts, in float32 from the logits of a router."""
-
-    num_chosen: int
-    by_sigmoid: bool = False  # scores; else by softmax over all experts
-    bias: str | None = None  # a tensor that is added to scores where experts are chosen, not where they are weighed
-    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from
-    normalized: bool = True  # weights are divided by their sum
-    scale: float = 1.0  # of weights
-    group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen
 
 
 @dataclass(frozen=True, slots=True)

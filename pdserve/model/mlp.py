@@ -13,6 +13,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.experts import Router, SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Activation as CompiledActivation
 from pdserve.kernels.cpu.layers import Tiles
+from pdserve.kernels.routing import Routing
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
@@ -32,6 +33,7 @@ from pdserve.model.ops import (
     weight_bytes,
 )
 from pdserve.model.parallel import row_parallel
+from pdserve.model.routing import route
 from pdserve.model.weights import Rank
 
 
@@ -147,15 +149,15 @@ class Experts:
     """
 
     router: Dense  # [num_experts, hidden_size]
-    bias: Tensor | None  # [num_experts]: see `design.Routing`
-    routing: design.Routing
+    bias: Tensor | None  # [num_experts]: see `Routing`
+    routing: Routing
     experts: tuple[GatedMlp, ...]
     shared: Shared | None
     counts: Tensor  # int64 [num_experts]: tokens that have chosen each so far; each step adds its own
     weighs_inputs: bool = False
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-        weights, chosen = ops.route(x, self.router, self.bias, self.routing)
+        weights, chosen = route(x, self.router, self.bias, self.routing)
         out = torch.zeros_like(x, dtype=torch.float32)
         order = torch.argsort(chosen.flatten(), stable=True)
         tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
@@ -212,9 +214,7 @@ class Experts:
             return CompiledExperts(stack, shared)
         first = next(made)
         if not of.weighs_inputs and isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
-            rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
-            biases = bias, None if router.bias is None else router.bias.float()
-            chooses = Router(router.data, *rule, *biases, routing.group_best)
+            chooses = Router(router.data, routing, bias, None if router.bias is None else router.bias.float())
             try:
                 tiled = _tiled(chooses, of.expert.activation, chain((first,), made))
             except ValueError as error:
@@ -246,7 +246,7 @@ class CompiledExperts:
         """Return what so many tokens read, where each expert is as likely as any other."""
         of = self.experts
         weight = of.router.weight if isinstance(of, TiledExperts) else of.router.data
-        num_chosen = of.router.num_chosen if isinstance(of, TiledExperts) else of.routing.num_chosen
+        num_chosen = (of.router if isinstance(of, TiledExperts) else of).routing.num_chosen
         touched = expected_experts(len(weight), num_chosen, num_rows)
         every = sum(map(weight_bytes, _matrices(of)))
         always = 0 if self.shared is None else self.shared.mlp.bytes_read(num_rows)

@@ -14,14 +14,14 @@ from pdserve.base.errors import ConfigError
 from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Tiles
+from pdserve.kernels.routing import Routing
 from pdserve.model import onednn
 from pdserve.model.activations import MlpActivation, activate, bent_times, capped, swiglu_oai
-from pdserve.model.design import Activation, Routing
+from pdserve.model.design import Activation
 from pdserve.model.elementwise import Elementwise, TorchElementwise, times
 from pdserve.model.fp8 import Coded, joined_coded
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.parallel import RowParallel, VocabParallel
-from pdserve.model.routing import routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +160,6 @@ class Ops(Elementwise, Protocol):
         """Return the sum over all ranks of what each has made; x may be overwritten."""
         ...
 
-    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen]."""
-        ...
-
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
@@ -275,10 +271,6 @@ class TorchOps(TorchElementwise):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
-
-    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        added = None if router.bias is None else router.bias.float()
-        return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
 
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float

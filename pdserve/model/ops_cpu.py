@@ -102,9 +102,6 @@ class CompiledOps:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
-        raise TypeError("experts in tiles choose in `mix`")
-
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
@@ -211,9 +208,6 @@ class CpuOps(TorchElementwise):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
-
-    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
-        return self._torch.route(x, router, bias, routing)
 
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float

@@ -12,7 +12,7 @@ from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.kernels.products import Finish, product, rounds_inputs
 from pdserve.kernels.tuning import device_of
 from pdserve.model.activations import MlpActivation, activate, bent_times, capped
-from pdserve.model.design import Activation, Routing
+from pdserve.model.design import Activation
 from pdserve.model.device_codes import code_blocks
 from pdserve.model.elementwise import TorchElementwise, times
 from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
@@ -31,7 +31,7 @@ from pdserve.model.ops import (
     dense,
     joined,
 )
-from pdserve.model.routing import routed
+from pdserve.model.routing import route
 
 
 class CudaOps(TorchElementwise):
@@ -98,16 +98,12 @@ class CudaOps(TorchElementwise):
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        added = None if router.bias is None else router.bias.float()
-        return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
-
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
         if not isinstance(experts, ExpertStack):
             raise TypeError("tiles are multiplied on CPUs alone")
-        shares, chosen = self.route(x, experts.router, experts.ranks_bias, experts.routing)
+        shares, chosen = route(x, experts.router, experts.ranks_bias, experts.routing)
         of = Grouped.of(shares, chosen, len(experts.router.data))
         both = _grouped(x, experts.gate_up, of.rows, of, x.dtype)
         inner = _bent(both, experts.activation)

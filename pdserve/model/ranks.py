@@ -7,9 +7,9 @@ from torch import Tensor
 from pdserve.kernels.cpu.experts import SharedRows
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.activations import MlpActivation
-from pdserve.model.design import Activation, Routing
+from pdserve.model.design import Activation
 from pdserve.model.heads import HeadLinear
-from pdserve.model.ops import Dense, GateUp, Linear, Mixture, Norm, Ops, RmsNorm, dense
+from pdserve.model.ops import GateUp, Linear, Mixture, Norm, Ops, RmsNorm, dense
 from pdserve.model.parallel import Collective, RowParallel, VocabParallel
 
 
@@ -75,9 +75,6 @@ class RankedOps:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ranks.all_reduce(x)
-
-    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        return self._ops.route(x, router, bias, routing)
 
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float

@@ -1,13 +1,21 @@
-"""How tokens choose experts: rules that families share, in torch."""
+"""How tokens choose experts: the rules of `kernels/routing.py`, in torch."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from pdserve.model.design import Routing
+from pdserve.kernels.routing import Routing
+from pdserve.model.ops import Dense
+
+
+def route(x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen]."""
+    added = None if router.bias is None else router.bias.float()
+    return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
 
 
 def routed(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return each token's weights and experts; see `design.Routing`. logits: float32 [num_tokens, num_experts].
+    """Return each token's weights and experts; see `Routing`. logits: float32 [num_tokens, num_experts].
 
     Of experts with equal scores, the first ones are chosen.
     """

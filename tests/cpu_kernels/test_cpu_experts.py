@@ -22,7 +22,7 @@ from pdserve.kernels.cpu.layers import (
     tiled_fp8,
     tiled_gate_up,
 )
-from pdserve.model.design import Routing
+from pdserve.kernels.routing import Routing
 from pdserve.model.routing import routed
 
 HIDDEN, INNER = 64, 96
@@ -52,7 +52,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def router_of(weight: Tensor, rule: Routing) -> Router:
     bias = normal(17, len(weight)) * 0.3 if rule.bias else None
-    return Router(weight, rule.num_chosen, rule.by_sigmoid, rule.groups, rule.normalized, rule.scale, bias)
+    return Router(weight, rule, bias)
 
 
 def codes_of(seed: int, width: int, inputs: int, *, fp4: bool, bits: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -111,9 +111,9 @@ class Case:
 
 
 def choices(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    rule = Routing(router.num_chosen, router.by_sigmoid, None, router.groups, router.normalized, router.scale)
     logits = (x.double() @ router.weight.double().T).float()
-    return routed(logits if router.logits_bias is None else logits + router.logits_bias, router.ranks_bias, rule)
+    added = logits if router.logits_bias is None else logits + router.logits_bias
+    return routed(added, router.ranks_bias, router.routing)
 
 
 def case_of(form: str | tuple[int | str, int, torch.dtype], count: int, rule: Routing) -> Case:
@@ -295,13 +295,13 @@ def test_experts_that_do_not_fit_are_refused_by_name(calls: Immediate) -> None:
     with pytest.raises(ValueError, match=r"^shared must have shape \[2, 64\]"):
         mix(calls, x, case.experts, SharedRows(x[:1], None), None)
     for bad, message in (
-        ({"num_chosen": 5}, "num_chosen: 5 of 4 experts"),
-        ({"num_chosen": 3, "groups": (2, 1)}, "num_chosen: 3 of 2 experts"),
-        ({"groups": (3, 1)}, "groups: .* of 4 experts"),
+        ({"routing": Routing(5)}, "num_chosen: 5 of 4 experts"),
+        ({"routing": Routing(3, groups=(2, 1))}, "num_chosen: 3 of 2 experts"),
+        ({"routing": Routing(1, groups=(3, 1))}, "groups: .* of 4 experts"),
         ({"ranks_bias": torch.zeros(3)}, "ranks_bias must have shape"),
     ):
         with pytest.raises(ValueError, match=message):
-            replace(Router(weight, 1), **bad)
+            replace(Router(weight, Routing(1)), **bad)
     narrow = ExpertTiles.like(4, tiled(torch.zeros(32, 64).bfloat16()))
     with pytest.raises(ValueError, match="expert 2 has other codes"):
         narrow.put(2, tiled(torch.zeros(32, 62).bfloat16()))

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Immediate, Kind, Mixture
 from pdserve.kernels.cpu.experts import Router
 from pdserve.kernels.cpu.library import DTYPES
-from pdserve.model.design import Routing
+from pdserve.kernels.routing import Routing
 from pdserve.model.routing import routed
 
 
@@ -27,23 +27,23 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def chosen_by(calls: Calls, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Return each row's shares and experts, in the order of the experts."""
-    (num_rows, count), num_chosen = logits.shape, router.num_chosen
-    slots, ends = num_rows * num_chosen, 2 * (count + 1)
+    (num_rows, count), rule = logits.shape, router.routing
+    slots, ends = num_rows * rule.num_chosen, 2 * (count + 1)
     room = torch.full((ends + 5 * slots,), -1, dtype=torch.int32)
     mixture = Mixture(
-        chosen=room.data_ptr(), num_experts=count, num_chosen=num_chosen, by_sigmoid=router.by_sigmoid,
-        normalized=router.normalized, num_groups=router.groups[0], num_kept_groups=router.groups[1],
-        group_best=router.group_best,
+        chosen=room.data_ptr(), num_experts=count, num_chosen=rule.num_chosen, by_sigmoid=rule.by_sigmoid,
+        normalized=rule.normalized, num_groups=rule.groups[0], num_kept_groups=rule.groups[1],
+        group_best=rule.group_best,
     )  # fmt: skip
-    call = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=router.scale, mixture=mixture)
+    call = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=rule.scale, mixture=mixture)
     call.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()
     calls.take(num_rows, call)
-    experts, _, shares = room[ends : ends + 3 * slots].view(3, num_rows, num_chosen)
+    experts, _, shares = room[ends : ends + 3 * slots].view(3, num_rows, rule.num_chosen)
     return shares.view(torch.float32), experts
 
 
 @st.composite
-def routers(draw: st.DrawFn) -> tuple[Router, Tensor, Routing]:
+def routers(draw: st.DrawFn) -> tuple[Router, Tensor]:
     """Draw a rule, and logits of which many are equal."""
     num_groups, a_group = draw(st.integers(1, 4)), draw(st.integers(1, 10))
     kept, count = draw(st.integers(1, num_groups)), num_groups * a_group
@@ -65,11 +65,7 @@ def routers(draw: st.DrawFn) -> tuple[Router, Tensor, Routing]:
         assume(
             are_far_apart_or_equal(row.tolist(), added.tolist() if bias is not None else [0.0] * count, scores, rule)
         )
-    router = Router(
-        torch.zeros(count, 2), rule.num_chosen, rule.by_sigmoid, rule.groups, rule.normalized, rule.scale, bias,
-        group_best=rule.group_best,
-    )  # fmt: skip
-    return router, logits, rule
+    return Router(torch.zeros(count, 2), rule, bias), logits
 
 
 def are_far_apart_or_equal(row: list[float], added: list[float], scores: Tensor, rule: Routing) -> bool:
@@ -87,12 +83,10 @@ def are_far_apart_or_equal(row: list[float], added: list[float], scores: Tensor,
 
 @given(routers())
 @settings(max_examples=150)
-def test_rows_choose_as_torch_does_and_of_equals_the_first(
-    calls: Immediate, drawn: tuple[Router, Tensor, Routing]
-) -> None:
-    router, logits, rule = drawn
+def test_rows_choose_as_torch_does_and_of_equals_the_first(calls: Immediate, drawn: tuple[Router, Tensor]) -> None:
+    router, logits = drawn
     shares, experts = chosen_by(calls, logits, router)
-    weights, chosen = routed(logits, router.ranks_bias, rule)
+    weights, chosen = routed(logits, router.ranks_bias, router.routing)
     expected, order = chosen.sort(-1)
     assert torch.equal(experts.long(), expected)
     torch.testing.assert_close(shares, weights.gather(1, order), rtol=1e-5, atol=1e-7)
@@ -102,8 +96,8 @@ def test_scores_that_are_no_numbers_choose_as_torch_does(calls: Immediate) -> No
     logits = normal(1, 6, 12)
     logits[1, 7], logits[2], logits[3, 2], logits[4, 3] = torch.nan, torch.nan, torch.inf, -torch.inf
     for by_sigmoid, groups in product((True, False), ((1, 1), (3, 2))):
-        router = Router(torch.zeros(12, 2), 4, by_sigmoid, groups)
-        _, expected = routed(logits, None, Routing(4, by_sigmoid, None, groups))
+        router = Router(torch.zeros(12, 2), Routing(4, by_sigmoid, None, groups))
+        _, expected = routed(logits, None, router.routing)
         assert torch.equal(chosen_by(calls, logits, router)[1].long(), expected.sort(-1).values)
 
 

@@ -11,12 +11,13 @@ from torch.nn.functional import silu
 
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.kernels.routing import Routing
 from pdserve.model import mlp
-from pdserve.model.design import Activation, Experts, GatedMlp, Routing
+from pdserve.model.design import Activation, Experts, GatedMlp
 from pdserve.model.family import Tensors
 from pdserve.model.ops import TorchOps, weight_bytes
 from pdserve.model.ops_cpu import CpuOps
-from pdserve.model.routing import routed
+from pdserve.model.routing import route, routed
 from pdserve.model.weights import WHOLE, Stored
 
 HIDDEN, INNER = 8, 6
@@ -132,7 +133,7 @@ def test_only_the_experts_that_are_chosen_are_read(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(mlp.GatedMlp, "forward", noted)
     x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
-    _, chosen = TorchOps().route(x, mixture.router, None, of.routing)
+    _, chosen = route(x, mixture.router, None, of.routing)
     mixture.forward(TorchOps(), x, None)
     assert read == sorted(chosen[0].tolist())
 

@@ -6,7 +6,8 @@ DeepSeek-V2 weighs experts by softmax, the others by sigmoid. Kimi K2 has DeepSe
 import math
 from collections.abc import Callable
 
-from pdserve.model.design import Design, Experts, GatedMlp, Head, LatentAttention, RmsNorm, Routing, Scores, Sequential
+from pdserve.kernels.routing import Routing
+from pdserve.model.design import Design, Experts, GatedMlp, Head, LatentAttention, RmsNorm, Scores, Sequential
 from pdserve.model.families.experts import (
     expert_groups,
     num_chosen,

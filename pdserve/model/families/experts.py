@@ -7,6 +7,7 @@ by sigmoid, as DeepSeek-V3 does, and choose by scores and a bias.
 from collections.abc import Callable
 from dataclasses import replace
 
+from pdserve.kernels.routing import Routing
 from pdserve.model.design import (
     Activation,
     Design,
@@ -16,7 +17,6 @@ from pdserve.model.design import (
     HeadNorms,
     Mlp,
     RmsNorm,
-    Routing,
     SelfAttention,
     Sequential,
     WideNorms,

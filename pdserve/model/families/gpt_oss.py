@@ -1,5 +1,6 @@
 """GPT-OSS (OpenAI 2025): experts, a sink for each head, and a window in every other layer."""
 
+from pdserve.kernels.routing import Routing
 from pdserve.model.design import (
     Activation,
     Design,
@@ -7,7 +8,6 @@ from pdserve.model.design import (
     GatedMlp,
     Head,
     RmsNorm,
-    Routing,
     Scores,
     SelfAttention,
     Sequential,

@@ -1,5 +1,6 @@
 """Granite 3 (IBM 2024): a Llama with multipliers of embeddings, scores, what layers add, and logits; or of experts."""
 
+from pdserve.kernels.routing import Routing
 from pdserve.model.design import (
     Design,
     Embedding,
@@ -7,7 +8,6 @@ from pdserve.model.design import (
     Head,
     Mlp,
     RmsNorm,
-    Routing,
     Scores,
     SelfAttention,
     Sequential,

@@ -6,6 +6,7 @@ position, so that attention over long contexts stays as sharp (Nakanishi 2025, s
 
 from dataclasses import replace
 
+from pdserve.kernels.routing import Routing
 from pdserve.model.design import (
     Design,
     Experts,
@@ -13,7 +14,6 @@ from pdserve.model.design import (
     Head,
     HeadNorms,
     RmsNorm,
-    Routing,
     Scores,
     SelfAttention,
     Sequential,

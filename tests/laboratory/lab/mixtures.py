@@ -19,7 +19,7 @@ from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.design import Activation, Routing
+from pdserve.model.design import Activation
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.model.mlp import CompiledExperts, Experts, GatedMlp, Mlp
 from pdserve.model.ops import Dense, GateUp, Linear
@@ -104,7 +104,7 @@ def _loop(of: Mlp) -> Mlp:
     return _Loop(
         Dense(router.weight),
         router.ranks_bias,
-        Routing(router.num_chosen, normalized=router.normalized),
+        router.routing,
         tuple(mlps),
         of.shared,
         torch.zeros_like(tiled.counts),

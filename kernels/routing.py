@@ -1,0 +1,16 @@
+"""The rule by which a token chooses its experts; `model/routing.py` computes it in torch, `cpu/src/routing.c` in C."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token chooses its experts, in float32 from the logits of a router."""
+
+    num_chosen: int
+    by_sigmoid: bool = False  # scores; else by softmax over all experts
+    bias: str | None = None  # a tensor that is added to scores where experts are chosen, not where they are weighed
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from
+    normalized: bool = True  # weights are divided by their sum
+    scale: float = 1.0  # of weights
+    group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen
