@@ -1,11 +1,11 @@
 """What one engine step computes, and its result: the contract between the scheduler and the runner."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import field, replace
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingPara
 
 Tokens = tuple[SampledToken, ...]  # that one continuation gains in one step
 SequenceKey = tuple[int, int]  # of all that one worker computes: a request's arrival, and a continuation's index
+_Of = TypeVar("_Of")
 Bits = npt.NDArray[np.int32]  # [ceil(vocab_size / 32)]; token i is bit i % 32 of word i // 32
 
 
@@ -173,6 +174,32 @@ class StepResult:
     draft_s: float = 0.0
     take_in_s: float = 0.0
     num_draft_failures: int = 0
+
+
+def joined(parts: Seq[tuple[Seq[int], StepResult]], num_chunks: int) -> StepResult:
+    """Return the result of a plan of so many chunks whose parts were computed by themselves, each at these places."""
+
+    def by_place(of: Callable[[StepResult], Mapping[int, _Of]]) -> dict[int, _Of]:
+        return {places[index]: found for places, result in parts for index, found in of(result).items()}
+
+    tokens: list[tuple[Tokens, ...]] = [()] * num_chunks
+    for places, result in parts:
+        for place, sampled in zip(places, result.tokens, strict=True):
+            tokens[place] = sampled
+    results = [result for _, result in parts]
+    return StepResult(
+        tokens=tuple(tokens),
+        elapsed_s=sum([result.elapsed_s for result in results]),
+        failed=by_place(lambda result: result.failed),
+        prompts=by_place(lambda result: result.prompts),
+        stuck=by_place(lambda result: result.stuck),
+        drafts=by_place(lambda result: result.drafts),
+        expert_ratios=tuple([ratio for result in results for ratio in result.expert_ratios]),
+        pooled=by_place(lambda result: result.pooled),
+        draft_s=sum([result.draft_s for result in results]),
+        take_in_s=sum([result.take_in_s for result in results]),
+        num_draft_failures=sum([result.num_draft_failures for result in results]),
+    )
 
 
 def work_of(plan: StepPlan, result: StepResult | None = None) -> Step:

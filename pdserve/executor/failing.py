@@ -13,33 +13,17 @@ A chunk whose sequence failed in that step is not computed.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pdserve.base.errors import DeviceError, InvariantError
-from pdserve.engine.step import Chunk, StepPlan, StepResult, Tokens
+from pdserve.engine.step import Chunk, StepPlan, StepResult, Tokens, joined
 from pdserve.engine.verification import without_guesses
-from pdserve.protocol.sampling import PromptLogprobs
 
 logger = logging.getLogger(__name__)
 
 Run = Callable[[StepPlan], StepResult]
 
 
-@dataclass(slots=True)
-class _Found:
-    """The results of those parts of a failed step that were computed, by place in the plan."""
-
-    tokens: list[tuple[Tokens, ...]]
-    elapsed_s: float = 0.0
-    failed: dict[int, str] = field(default_factory=dict)
-    prompts: dict[int, PromptLogprobs] = field(default_factory=dict)
-    stuck: dict[int, str] = field(default_factory=dict)
-    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    expert_ratios: tuple[float, ...] = ()
-    pooled: dict[int, bytes] = field(default_factory=dict)
-    draft_s: float = 0.0
-    take_in_s: float = 0.0
-    num_draft_failures: int = 0
+_Parts = list[tuple[list[int], StepResult]]  # of a step: places in its plan, and what they were computed to be
 
 
 class Isolating:
@@ -54,17 +38,16 @@ class Isolating:
         """Run a step; sequences that make it fail are named in the result. DeviceError if nothing can be computed."""
         if plan.copies:
             self._copy(plan)
-        found = _Found([()] * len(plan.chunks))
-        wanted = self._known(plan.chunks, found)
+        parts: _Parts = []
+        wanted = self._known(plan.chunks, parts)
         self.is_whole = len(wanted) == len(plan.chunks)
         if wanted:
-            self._try(wanted, found)
-        self.drawn = tuple(found.tokens)
-        beside = found.failed, found.prompts, found.stuck, found.drafts, found.expert_ratios, found.pooled
-        of_drafts = found.draft_s, found.take_in_s, found.num_draft_failures
-        return StepResult(self.drawn, found.elapsed_s, *beside, *of_drafts)
+            self._try(wanted, parts)
+        result = joined(parts, len(plan.chunks))
+        self.drawn = result.tokens
+        return result
 
-    def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
+    def _known(self, chunks: tuple[Chunk, ...], parts: _Parts) -> list[tuple[int, Chunk]]:
         """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
         wanted: list[tuple[int, Chunk]] = []
         for place, chunk in enumerate(chunks):
@@ -73,7 +56,7 @@ class Isolating:
             elif sampled := self.drawn[chunk.previous]:
                 wanted.append((place, chunk.after(sampled[0][0].token_id)))
             else:
-                found.failed[place] = "the step before failed"
+                parts.append(_failed(place, "the step before failed"))
         return wanted
 
     def _copy(self, plan: StepPlan) -> None:
@@ -84,10 +67,11 @@ class Isolating:
         except Exception as error:
             raise DeviceError(f"copying pages failed: {_describe(error)}") from error
 
-    def _try(self, wanted: list[tuple[int, Chunk]], found: _Found) -> None:
+    def _try(self, wanted: list[tuple[int, Chunk]], parts: _Parts) -> None:
         """Compute chunks, each with its place in the plan; in halves if that fails."""
         try:
-            result = self._run(StepPlan(tuple([chunk for _, chunk in wanted])))
+            parts.append(([place for place, _ in wanted], self._run(StepPlan(tuple([chunk for _, chunk in wanted])))))
+            return
         except (InvariantError, DeviceError):
             raise
         except Exception as error:
@@ -96,27 +80,14 @@ class Isolating:
             if len(wanted) == 1:
                 ((place, chunk),) = wanted
                 if chunk.num_drafts:
-                    self._try([(place, without_guesses(chunk))], found)
+                    self._try([(place, without_guesses(chunk))], parts)
                     return
                 self._check_device(chunk, error)
-                found.failed[place] = _describe(error)
+                parts.append(_failed(place, _describe(error)))
                 return
-        else:
-            for (place, _), tokens in zip(wanted, result.tokens, strict=True):
-                found.tokens[place] = tokens
-            found.elapsed_s += result.elapsed_s
-            found.draft_s += result.draft_s
-            found.take_in_s += result.take_in_s
-            found.num_draft_failures += result.num_draft_failures
-            found.prompts |= {wanted[index][0]: scores for index, scores in result.prompts.items()}
-            found.stuck |= {wanted[index][0]: reason for index, reason in result.stuck.items()}
-            found.expert_ratios += result.expert_ratios
-            found.pooled |= {wanted[index][0]: vector for index, vector in result.pooled.items()}
-            found.drafts |= {wanted[index][0]: guesses for index, guesses in result.drafts.items()}
-            return
         half = len(wanted) // 2
-        self._try(wanted[:half], found)
-        self._try(wanted[half:], found)
+        self._try(wanted[:half], parts)
+        self._try(wanted[half:], parts)
 
     def _check_device(self, failed: Chunk, error: Exception) -> None:
         """Raise DeviceError unless one token can be computed, in a page that only the failed sequence writes to."""
@@ -127,6 +98,10 @@ class Isolating:
             raise DeviceError(
                 f"nothing can be computed since {_describe(error)}; then: {_describe(second)}"
             ) from second
+
+
+def _failed(place: int, reason: str) -> tuple[list[int], StepResult]:
+    return [place], StepResult(((),), 0.0, {0: reason})
 
 
 def _describe(error: Exception) -> str:

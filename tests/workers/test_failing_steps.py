@@ -3,6 +3,7 @@
 import asyncio
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -13,11 +14,11 @@ from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.base.ids import PageId, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, joined
 from pdserve.executor.failing import Isolating
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.reports import Failure
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.worker.messages import DrainAsked, Failed, RouterRef, Tokens
 from pdserve.worker.turns import REMEMBERED_S, FailedSteps
 
@@ -73,6 +74,21 @@ def test_sequences_that_make_a_step_fail_are_found_among_the_others(num_poisoned
     for place in set(range(11)) - poisoned:
         assert result.tokens[place] == whole.tokens[place]
         assert runner.page(PageId(place)) == sound.page(PageId(place))
+
+
+def test_all_that_is_known_of_two_halves_is_known_of_the_step() -> None:
+    sampled = ((SampledToken(7),),)
+    first = StepResult((sampled,), 0.5, stuck={0: "grammar"}, drafts={0: (1, 2)}, draft_s=0.25, num_draft_failures=1)
+    scores = PromptLogprobs(b"", b"", b"")
+    beside = StepResult((), 0.0, {0: "failed"}, {0: scores}, expert_ratios=(1.5,), pooled={0: b"v"}, take_in_s=0.125)
+    second = replace(beside, tokens=((),), elapsed_s=0.25)
+    whole = joined([([2], first), ([0], second)], 3)
+    assert whole.tokens == ((), (), sampled)
+    assert (whole.failed, whole.stuck, whole.prompts) == ({0: "failed"}, {2: "grammar"}, {0: scores})
+    assert (whole.drafts, whole.pooled, whole.expert_ratios) == ({2: (1, 2)}, {0: b"v"}, (1.5,))
+    assert (whole.elapsed_s, whole.draft_s, whole.take_in_s, whole.num_draft_failures) == (0.75, 0.25, 0.125, 1)
+    nothing = StepResult(whole.tokens, 0.0)
+    assert not [each.name for each in fields(whole)[1:] if getattr(whole, each.name) == getattr(nothing, each.name)]
 
 
 def test_a_step_that_fails_as_a_whole_alone_costs_nobody_anything() -> None:
