@@ -88,6 +88,7 @@ class Live:
                 ]
                 for each in recent.seconds
             },
+            "drafts": {source: asdict(counted) for source, counted in recent.drafts.items()},
             "refused": {cause.value: count for cause, count in self._core.placements.refused_because.items()},
         }
 

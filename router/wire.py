@@ -322,5 +322,6 @@ def usage_message(usage: Usage) -> inference.Usage:
 def ledger_message(ledger: Ledger) -> inference.Ledger:
     steps = [inference.LedgerStep(name=stage.value, at_ms=at_ms) for stage, at_ms in ledger.steps]
     moves = [inference.LedgerMove(**asdict(moved)) for moved in ledger.moves]
+    drafts = {source: inference.LedgerDrafts(**asdict(counted)) for source, counted in ledger.drafts.items()}
     fields = {name: getattr(ledger, name) for name in _LEDGER}
-    return inference.Ledger(**{**fields, "steps": steps, "moves": moves})
+    return inference.Ledger(**{**fields, "steps": steps, "moves": moves, "drafts": drafts})

@@ -14,7 +14,7 @@ from shown_metrics import SHOWN
 from two_workers import Workers
 
 from pdserve.base.errors import ConfigError
-from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
+from pdserve.engine.step import StepResult
 from pdserve.launch.authority import Authority, write_certificates
 from pdserve.launch.folder import write_secret
 from pdserve.net.certificates import IDENTITY_FILES, Part, public_files
@@ -23,7 +23,7 @@ from pdserve.observe import metrics
 from pdserve.observe.metrics import Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.observe.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
-from pdserve.protocol.sampling import SampledToken
+from pdserve.protocol.drafts import DraftSource, Verified
 from pdserve.router.config import RouterConfig
 from pdserve.settings.config import ProcessConfig
 from pdserve.worker.reporting import Steps, handoff_samples, load_samples, refusal_samples
@@ -66,13 +66,12 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     steps.note(Step(100, 10_000, 3, 30), 0.02, 4)
     steps.note(Step(0, 0, 4, 40), 0.01, 4)
     steps.note(Step(sequences=5, kv_tokens=50, guesses=4, kept_guesses=3), 0.01, 4)
-    verified = Chunk((0,) * 5, 9, (), (), Phase.DECODE, num_drafts=4)
+    steps.note_verified([Verified(DraftSource.NGRAM, 4, 3), Verified(DraftSource.SUFFIX, 2, 1)])
     drafting = {"draft_s": 0.004, "take_in_s": 0.002}
-    tokens = ((tuple([SampledToken(0)] * 4),),)
-    result = StepResult(tokens, 0.01, expert_ratios=(1.0, 2.5, 2.75), num_draft_failures=1, **drafting)
-    steps.note_result(StepPlan((verified,)), result)
+    result = StepResult((), 0.01, expert_ratios=(1.0, 2.5, 2.75), num_draft_failures=1, **drafting)
+    steps.note_result(result)
     samples = [
-        *steps.samples("m", "ngram"),
+        *steps.samples("m", DraftSource.SUFFIX),
         *load_samples(node.core.load(), node.scheduler.cache, "m"),
         *handoff_samples(node.core),
         *refusal_samples({}),
@@ -82,12 +81,16 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
     numbers = {sample.metric: sample.amount for sample in samples if sample.metric.kind is not Kind.HISTOGRAM}
     assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 12)
-    assert (numbers[metrics.DRAFT_TOKENS], numbers[metrics.DRAFT_FAILURES]) == (4, 1)
+    assert numbers[metrics.DRAFT_FAILURES] == 1
     took = {sample.labels[2]: sample.amount for sample in samples if sample.metric is metrics.DRAFT_SECONDS}
     assert took == {"guess": 0.004, "take_in": 0.002}
-    accepted = {sample.labels: sample.amount for sample in samples if sample.metric is metrics.ACCEPTED_TOKENS}
-    assert accepted == {("m", "0", "ngram"): 1, ("m", "1", "ngram"): 1, ("m", "2", "ngram"): 1}
-    shown = {sample.metric for sample in steps.samples("m", "")}
+    of_drafts = metrics.DRAFTS, metrics.DRAFT_TOKENS, metrics.ACCEPTED_TOKENS
+    counts = {(sample.metric, sample.labels[1]): sample.amount for sample in samples if sample.metric in of_drafts}
+    assert [counts[metric, "ngram"] for metric in of_drafts] == [1, 4, 3]
+    assert [counts[metric, "suffix"] for metric in of_drafts] == [1, 2, 1]
+    accepted = {sample.labels[1:]: sample.amount for sample in samples if sample.metric is metrics.ACCEPTED_PER_POS}
+    assert accepted == {("0", "ngram"): 1, ("1", "ngram"): 1, ("2", "ngram"): 1, ("0", "suffix"): 1}
+    shown = {sample.metric for sample in steps.samples("m", None)}
     of_guesses = {each for each in shown if "draft" in each.name or "spec_decode" in each.name}
     assert not of_guesses, "nothing guesses"
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]

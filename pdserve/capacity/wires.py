@@ -16,7 +16,7 @@ from pdserve.protocol.prefix_hash import short_hashes
 from pdserve.protocol.refusal import Refused
 from pdserve.protocol.reports import ReportedLoad, Stage
 from pdserve.router.requests.commands import Finished, SequenceSpec
-from pdserve.router.requests.events import KvChanged, LinkId, LoadReported, StageReached
+from pdserve.router.requests.events import KvChanged, LinkId, LoadReported, StageReached, VerifiedDraft
 from pdserve.worker import messages
 from pdserve.worker.messages import Event
 
@@ -36,6 +36,7 @@ class Delta:
     finish_reason: int = 0
     logprobs: tuple[object, ...] = ()
     pooled: bytes = b""  # nobody asks for one here
+    drafts: tuple[VerifiedDraft, ...] = ()
 
 
 def report_tokens(reported: Reported, tokens: messages.Tokens) -> Delta:

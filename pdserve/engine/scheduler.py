@@ -28,7 +28,7 @@ from pdserve.engine.prompt_room import PromptRoom
 from pdserve.engine.running_step import RunningStep, next_chunk
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started, split
 from pdserve.engine.speculation import Speculation
-from pdserve.engine.step import Phase, StepPlan, StepResult, Tokens
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Tokens
 from pdserve.protocol.page_tables import Pages
 
 
@@ -69,8 +69,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
-        guessing = limits.num_speculative_tokens, limits.lookup, limits.draft_model_len
-        self.speculation = Speculation(*guessing, head=limits.head)
+        most = limits.num_speculative_tokens
+        self.speculation = Speculation(most, limits.lookup, limits.draft_model_len, head=limits.head)
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 
@@ -221,12 +221,10 @@ class Scheduler:
                 outcomes.append(Computed(sequence))
             if result.prompts or result.pooled:
                 outcomes += sequence.beside(place, chunk, result)
-            if not tokens:
-                continue
-            if sequence.ends_with_prompt:
+            if tokens and sequence.ends_with_prompt:
                 outcomes += self._end_prompt(sequence, tokens)
-            else:
-                outcomes.append(self._append(sequence, tokens[0], result.drafts.get(place, ())))
+            elif tokens:
+                outcomes.append(self._append(sequence, chunk, tokens[0], result.drafts.get(place, ())))
         self.prompt_room.refill()
         return tuple(outcomes)
 
@@ -320,10 +318,11 @@ class Scheduler:
             left = sequence.pages.take_unneeded(self.cache.paging, min(sequence.computed, stop * size))
             self._release(left)
 
-    def _append(self, sequence: Sequence, tokens: Tokens, drafts: tuple[int, ...]) -> Sampled:
+    def _append(self, sequence: Sequence, chunk: Chunk, tokens: Tokens, drafts: tuple[int, ...]) -> Sampled:
         """Give a sequence its next tokens, and guesses of those that follow."""
         position, limits = sequence.num_output_tokens, self.limits
         kept, finish = sequence.gain(tokens, limits.eos_token_ids, limits.max_model_len)
+        verified = self.speculation.verified(sequence, chunk, len(kept))
         if len(tokens) > 1:  # pages that end within them could not be hashed before
             self.publish(sequence)
         if finish is None:
@@ -331,7 +330,7 @@ class Scheduler:
             self.speculation.guess(sequence, drafts, sequence.num_left(limits.max_model_len) - 1)
         else:
             self.remove(sequence)
-        return Sampled(sequence, sequence.indices[0], position, kept, finish)
+        return Sampled(sequence, sequence.indices[0], position, kept, finish, verified)
 
     def _end_prompt(self, sequence: Sequence, tokens: tuple[Tokens, ...]) -> list[Outcome]:
         """Split a computed prompt into its continuations with their first tokens, or leave it to a hand-off."""

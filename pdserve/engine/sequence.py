@@ -14,6 +14,7 @@ from pdserve.engine.guesses import Guessing
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.pages import PagePool
 from pdserve.engine.step import Chunk, Matcher, Phase, SampleSpec, StepResult, Targets, Tokens
+from pdserve.protocol.drafts import Verified
 from pdserve.protocol.page_tables import PageTables
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.prefix_hash import EVERYONE, CacheScope
@@ -269,6 +270,7 @@ class Sampled:
     position: int
     tokens: Tokens  # at least one
     finish: Finish | None
+    verified: Verified | None = None  # the guesses among them, and those that were wrong
 
 
 @value

@@ -22,9 +22,10 @@ from pdserve.engine.draft_model import DraftModel
 from pdserve.engine.guesses import NO_MATCH, NgramIndex, NgramLookup, Trials
 from pdserve.engine.recent_answers import RecentAnswers
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import Phase, StepPlan, StepResult, work_of
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, work_of
 from pdserve.engine.timed_steps import TimedSteps
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.drafts import DraftSource, Verified
 
 _INDEXED_AT_ONCE = 8192  # positions between two steps; takes 3 ms
 _ANSWERS_AT_ONCE = 16  # lookups in recent answers between two steps; takes a millisecond
@@ -50,13 +51,13 @@ class Speculation:
         """
         answers = None if lookup is None else lookup.answers
         self._answers = None if answers is None else RecentAnswers(answers)
-        looked_up = "ngram" if answers is None else "suffix"
-        self.source = looked_up if lookup is not None else ""  # of guesses, by its name in the settings
+        looked_up = DraftSource.NGRAM if answers is None else DraftSource.SUFFIX
+        self.source = None if lookup is None else looked_up  # of guesses; of recent answers and of the sequence itself
         self._num_tokens = num_tokens
         self._lookup = lookup
         self._draft_model: DraftModel | None = None
         if draft_model_len and num_tokens:
-            self.source = head or "draft_model"
+            self.source = DraftSource(head or "draft_model")
             self._draft_model = DraftModel(draft_model_len, keeps_up=bool(head))
         self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
@@ -120,6 +121,14 @@ class Speculation:
             other = self._answers.find(sequence.job.scope, tokens, most, match.num_matched)
             if other.guesses:
                 guessing.num_matched, sequence.drafts = -other.num_matched, other.guesses
+
+    def verified(self, sequence: Sequence, chunk: Chunk, num_kept: int) -> Verified | None:
+        """Return how a chunk's guesses turned out, of whose tokens so many are kept; None: it had none."""
+        if not chunk.num_drafts or self.source is None:
+            return None
+        is_own = self.source is DraftSource.SUFFIX and sequence.guessing.num_matched >= 0
+        source = DraftSource.NGRAM if is_own else self.source
+        return Verified(source, chunk.num_drafts, min(num_kept, chunk.num_drafts + 1) - 1)
 
     def remember(self, sequence: Sequence) -> None:
         """Take in a sequence that is not computed any more: others may go on as its answer did."""

@@ -19,6 +19,7 @@ from pdserve.measure.workload import Arrival
 from pdserve.net import rpc
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.protocol.drafts import Acceptance
 
 Timed = tuple[float, inference.GenerateRequest]  # seconds after the run's start, and what is sent then
 
@@ -142,6 +143,10 @@ def take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
         Moved(move.index, move.num_tokens, move.source, move.target, move.handoff_bytes, move.handoff_ms / 1e3)
         for move in ledger.moves
     )
+    outcome.drafts = {
+        source: Acceptance(each.num_drafts, each.num_draft_tokens, list(each.num_accepted_tokens_per_pos))
+        for source, each in ledger.drafts.items()
+    }
     outcome.stages_s = {step.name: step.at_ms / 1e3 for step in ledger.steps}
     if ledger.HasField("predicted_ttft_ms"):
         outcome.predicted_ttft_s = ledger.predicted_ttft_ms / 1e3

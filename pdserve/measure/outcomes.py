@@ -13,6 +13,7 @@ from statistics import median
 import numpy as np
 
 from pdserve.base.errors import ConfigError
+from pdserve.protocol.drafts import BySource, add
 from pdserve.protocol.refusal import Status
 
 
@@ -96,6 +97,7 @@ class Outcome:
     fetched_tokens: int = 0  # of the prompt, fetched from another worker's prefix cache
     moves: tuple[Moved, ...] = ()
     stages_s: Mapping[str, float] = field(default_factory=dict)  # of its timeline, after "received"
+    drafts: BySource = field(default_factory=dict)  # how guesses of its tokens turned out
 
     @property
     def ttft_s(self) -> float | None:
@@ -187,6 +189,16 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True)
+class Guesses:
+    """Guesses of one source that steps have verified."""
+
+    verified: int
+    right: int
+    tokens_a_step: float  # of a sequence, in steps that verified some
+    right_by_place: dict[str, float]  # share of all steps that verified some
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """One run. None: nothing was measured."""
 
@@ -211,6 +223,7 @@ class Summary:
     handoff_s: Percentiles | None
     handoff_bytes: int
     parts_s: dict[str, Percentiles]  # of the timelines of requests that ended well
+    guesses: dict[str, Guesses]  # by where they came from
 
 
 def summarize(name: str, outcomes: Sequence[Outcome], objective: Objective, duration_s: float | None = None) -> Summary:
@@ -242,6 +255,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], objective: Objective, dura
         handoff_s=percentiles(o.handoff_s for o in handed_off),
         handoff_bytes=sum(o.handoff_bytes for o in handed_off),
         parts_s=_parts(good),
+        guesses=_guesses(outcomes),
     )
 
 
@@ -250,6 +264,24 @@ def errors_of(pairs: Iterable[tuple[float | None, float | None]]) -> Errors | No
     ratios = [predicted_s / seen_s for predicted_s, seen_s in pairs if predicted_s is not None and seen_s]
     errors = percentiles(abs(ratio - 1) for ratio in ratios)
     return None if errors is None else Errors(len(ratios), errors.p50, errors.p90, median(ratios))
+
+
+def _guesses(outcomes: Iterable[Outcome]) -> dict[str, Guesses]:
+    total: BySource = {}
+    for outcome in outcomes:
+        add(total, outcome.drafts)
+    return {
+        source: Guesses(
+            verified=counted.num_draft_tokens,
+            right=counted.num_accepted_tokens,
+            tokens_a_step=1 + counted.num_accepted_tokens / counted.num_drafts,
+            right_by_place={
+                str(place): count / counted.num_drafts
+                for place, count in enumerate(counted.num_accepted_tokens_per_pos)
+            },
+        )
+        for source, counted in sorted(total.items())
+    }
 
 
 def _parts(outcomes: Sequence[Outcome]) -> dict[str, Percentiles]:

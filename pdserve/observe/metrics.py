@@ -213,10 +213,14 @@ ITL = _histogram(
 STEP_TOKENS = _histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", _STEP_TOKENS, _MODEL)
 COMPUTED_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens computed; cached ones are not.", _MODEL)
 SAMPLED_TOKENS = _counter("vllm:generation_tokens_total", "Tokens of answers, first ones included.", _MODEL)
+DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "Steps of sequences that verified guesses.", _MODEL, "source")
 DRAFT_TOKENS = _counter(
     "vllm:spec_decode_num_draft_tokens_total", "Guesses that steps verified, by where they come from.", _MODEL, "source"
 )
 ACCEPTED_TOKENS = _counter(
+    "vllm:spec_decode_num_accepted_tokens_total", "Guesses that were right, by where they come from.", _MODEL, "source"
+)
+ACCEPTED_PER_POS = _counter(
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "Guesses that were right, by their place behind the last known token, and where they come from.",
     _MODEL,

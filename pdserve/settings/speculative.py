@@ -5,9 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pdserve.base.yaml_models import FieldError, parsed_json
+from pdserve.protocol.drafts import MAX_DRAFT_TOKENS
 
 _PREFIXES = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}  # of keys, and whose they are
-MAX_TOKENS = 15  # rows of a sequence beside its own: so many as the kernels' tiles would take together
 
 
 class SpeculativeConfig(BaseModel):
@@ -23,7 +23,7 @@ class SpeculativeConfig(BaseModel):
         "the model's own module samples.",
     )
     num_speculative_tokens: int = Field(
-        10, ge=1, le=MAX_TOKENS, description="Most guesses that a step verifies for a sequence."
+        10, ge=1, le=MAX_DRAFT_TOKENS, description="Most guesses that a step verifies for a sequence."
     )
     prompt_lookup_min: int = Field(
         2, ge=1, le=32, description="How many of the latest tokens have to have stood together before."
@@ -38,7 +38,7 @@ class SpeculativeConfig(BaseModel):
         10_000, ge=0, description="Most recent answers kept; 0: none. Their tokens have a limit as well."
     )
     suffix_decoding_max_spec_factor: float = Field(
-        1.0, gt=0, le=MAX_TOKENS, description="Most guesses for each token that matched in a recent answer."
+        1.0, gt=0, le=MAX_DRAFT_TOKENS, description="Most guesses for each token that matched in a recent answer."
     )
     suffix_decoding_min_token_prob: float = Field(
         0.1, ge=0, le=1, description="Least share of recent answers that went on like a guess and those before it."

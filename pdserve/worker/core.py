@@ -116,9 +116,9 @@ class WorkerCore:
             if task is None:
                 continue  # an outcome before this one has ended it
             match outcome:
-                case Sampled():  # the most frequent by far
-                    index, tokens, finish = outcome.index, outcome.tokens, outcome.finish
-                    commands.append(messages.Tokens(task.router, task.key, index, outcome.position, tokens, finish))
+                case Sampled(_, index, position, tokens, finish, verified):  # the most frequent by far
+                    brought = position, tokens, finish, b"", verified
+                    commands.append(messages.Tokens(task.router, task.key, index, *brought))
                     if task.target is not None:
                         handed_off[task.key] = task
                         task.tails += (Tail(index, tokens),) if finish is None else ()

@@ -16,6 +16,7 @@ from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.observe.trace_context import TraceContext
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.drafts import Verified
 from pdserve.protocol.prefix_hash import CacheScope
 from pdserve.protocol.reports import Failure, LoadPart, Stage
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
@@ -138,6 +139,7 @@ class Tokens:
     tokens: tuple[SampledToken, ...]  # at least one, or none with `pooled`
     finish: Finish | None
     pooled: bytes = b""  # the vector that was asked for in place of an answer
+    verified: Verified | None = None  # the guesses among the tokens, and those that were wrong
 
 
 @value

@@ -23,6 +23,7 @@ from pdserve.observe.metrics import Distribution, Sample
 from pdserve.perfmodel.curve import Step
 from pdserve.prefill_worker import sender
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.drafts import Acceptance, BySource, DraftSource, Verified, count
 from pdserve.protocol.link import ROLE_NUMBERS
 from pdserve.worker import wire
 from pdserve.worker.core import WorkerCore
@@ -54,8 +55,8 @@ class Steps:
     def __init__(self) -> None:
         self._gaps, self._sizes = Distribution(metrics.ITL), Distribution(metrics.STEP_TOKENS)
         self._expert_ratios = Distribution(metrics.EXPERT_RATIO)
-        self._num_computed = self._num_sampled = self._num_guesses = 0
-        self._num_accepted = Counter[int]()  # by place
+        self._num_computed = self._num_sampled = 0
+        self._drafts: BySource = {}
         self._draft_s = self._take_in_s = 0.0
         self._num_draft_failures = 0
 
@@ -65,35 +66,44 @@ class Steps:
             self._gaps.observe(elapsed_s, computed.sequences - computed.guesses)  # those come at once
         self._sizes.observe(computed.prefill_tokens + computed.sequences)
         self._num_computed += computed.prefill_tokens
-        self._num_guesses += computed.guesses
         self._num_sampled += num_tokens
 
-    def note_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Count what only runners know of a step: right guesses, a draft model's time, and which experts were busy."""
-        for chunk, tokens in zip(plan.chunks, result.tokens, strict=True):
-            if chunk.num_drafts and tokens:
-                self._num_accepted.update(range(len(tokens[0]) - 1))
+    def note_verified(self, verified: Iterable[Verified]) -> None:
+        """Count how guesses of answers' tokens turned out."""
+        count(self._drafts, verified)
+
+    def note_result(self, result: StepResult) -> None:
+        """Count what only runners know of a step: a draft model's time, and which experts were busy."""
         self._draft_s += result.draft_s
         self._take_in_s += result.take_in_s
         self._num_draft_failures += result.num_draft_failures
         for ratio in result.expert_ratios:
             self._expert_ratios.observe(ratio)
 
-    def samples(self, model: str, source: str) -> Iterator[Sample]:
-        """Yield the counts of a model's steps. source: of guesses; "": there are none."""
+    def samples(self, model: str, source: DraftSource | None) -> Iterator[Sample]:
+        """Yield the counts of a model's steps. source: the method that guesses; None: none does."""
         label = (model,)
         yield Sample(metrics.ITL, self._gaps, label)
         yield Sample(metrics.STEP_TOKENS, self._sizes, label)
         yield Sample(metrics.COMPUTED_TOKENS, self._num_computed, label)
         yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
         yield Sample(metrics.EXPERT_RATIO, self._expert_ratios, label)
-        if source:
-            yield Sample(metrics.DRAFT_TOKENS, self._num_guesses, (model, source))
-            for place, count in self._num_accepted.items():
-                yield Sample(metrics.ACCEPTED_TOKENS, count, (model, str(place), source))
+        if source is not None:
+            yield from draft_samples(self._drafts or {source: Acceptance()}, model)
             yield Sample(metrics.DRAFT_SECONDS, self._draft_s, (model, source, "guess"))
             yield Sample(metrics.DRAFT_SECONDS, self._take_in_s, (model, source, "take_in"))
             yield Sample(metrics.DRAFT_FAILURES, self._num_draft_failures, (model, source))
+
+
+def draft_samples(drafts: BySource, model: str) -> Iterator[Sample]:
+    """Yield how guesses turned out."""
+    every = [((model, source), counted) for source, counted in drafts.items()]
+    yield from (Sample(metrics.DRAFTS, counted.num_drafts, label) for label, counted in every)
+    yield from (Sample(metrics.DRAFT_TOKENS, counted.num_draft_tokens, label) for label, counted in every)
+    yield from (Sample(metrics.ACCEPTED_TOKENS, counted.num_accepted_tokens, label) for label, counted in every)
+    for (_, source), counted in every:
+        for place, num_accepted in enumerate(counted.num_accepted_tokens_per_pos):
+            yield Sample(metrics.ACCEPTED_PER_POS, num_accepted, (model, str(place), source))
 
 
 def load_samples(load: Load, cache: KvCache, model: str) -> Iterator[Sample]:
@@ -225,19 +235,22 @@ class Reporter:
         """Queue reports. With a step, every router is sent its cost, whatever it brought them."""
         brought: dict[RouterRef, list[Tokens | PromptScored | Progress]] = {}
         failed: list[Failed] = []
-        now_s, num_tokens = self._clock.now_s(), 0
+        now_s, num_tokens, verified = self._clock.now_s(), 0, list[Verified]()
         for report in reports:
             if isinstance(report, Failed):
                 failed.append(report)
             else:
                 brought.setdefault(report.router, []).append(report)
-                num_tokens += len(report.tokens) if isinstance(report, Tokens) else 0
+                if isinstance(report, Tokens):
+                    num_tokens += len(report.tokens)
+                    verified += (report.verified,) if report.verified is not None else ()
+        self.steps.note_verified(verified)
         cost = None
         if step is not None:
             plan, result = step
             cost = StepCost(work_of(plan, result), result.elapsed_s, now_s)
             self.steps.note(cost.step, cost.elapsed_s, num_tokens)
-            self.steps.note_result(plan, result)
+            self.steps.note_result(result)
         messages: list[_Outgoing] = [
             (router, self._held_for(router).report(brought.get(router, ()), cost, now_s))
             for router in (self._links.attached if cost is not None else brought)

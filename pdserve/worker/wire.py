@@ -18,6 +18,7 @@ from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.adapters import DIGEST_BYTES, AdapterDigest
+from pdserve.protocol.drafts import SOURCE_NUMBERS
 from pdserve.protocol.inference import logprobs_to_proto, params_from_proto
 from pdserve.protocol.link import FAILURE_NUMBERS, ROLE_NUMBERS, ROLES, STAGE_NUMBERS
 from pdserve.protocol.prefix_hash import CacheScope
@@ -237,6 +238,12 @@ def _write_delta(gained: Seq[messages.Tokens], delta: link.TokenDelta) -> None:
             delta.token_ids.append(token.token_id)
             if token.logprobs is not None:
                 delta.logprobs.append(logprobs_to_proto(token.logprobs))
+        if (verified := each.verified) is not None:
+            delta.drafts.add(
+                source=SOURCE_NUMBERS[verified.source],
+                num_draft_tokens=verified.num_draft_tokens,
+                num_accepted_tokens=verified.num_accepted_tokens,
+            )
     if last.finish is not None:
         delta.finish_reason = _FINISH[last.finish]
         delta.pooled = last.pooled

@@ -848,6 +848,27 @@ class Ledger(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class DraftsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___LedgerDrafts: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___LedgerDrafts | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEPS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
@@ -863,6 +884,7 @@ class Ledger(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_FROM_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """Name of the prefill worker (of the last attempt)."""
     decode_worker: _builtins.str
@@ -897,6 +919,12 @@ class Ledger(_message.Message):
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerMove]:
         """Moves of continuations to other workers while they decoded, in time order."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.MessageMap[_builtins.str, Global___LedgerDrafts]:
+        """How guesses of its tokens turned out (speculative decoding), by where they came from: ngram, suffix, draft_model,
+        eagle3 or mtp.
+        """
+
     def __init__(
         self,
         *,
@@ -915,10 +943,11 @@ class Ledger(_message.Message):
         fetched_tokens: _builtins.int = ...,
         fetched_from: _builtins.str = ...,
         moves: _abc.Iterable[Global___LedgerMove] | None = ...,
+        drafts: _abc.Mapping[_builtins.str, Global___LedgerDrafts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "moves", b"moves", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "drafts", b"drafts", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "moves", b"moves", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_tpot_ms: _TypeAlias = _typing.Literal["predicted_tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_tpot_ms: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms"]  # noqa: Y015
@@ -930,6 +959,38 @@ class Ledger(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
 
 Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
+
+@_typing.final
+class LedgerDrafts(_message.Message):
+    """Guesses that steps verified, of all continuations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_PER_POS_FIELD_NUMBER: _builtins.int
+    num_drafts: _builtins.int
+    """Steps of a continuation that verified some."""
+    num_draft_tokens: _builtins.int
+    """Guesses that were verified."""
+    @_builtins.property
+    def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of them were right, by their place behind the last known token: the first, the second, .."""
+
+    def __init__(
+        self,
+        *,
+        num_drafts: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens_per_pos: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerDrafts: _TypeAlias = LedgerDrafts  # noqa: Y015
 
 @_typing.final
 class LedgerMove(_message.Message):

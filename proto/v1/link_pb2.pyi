@@ -48,6 +48,42 @@ ROLE_MIXED: Role.ValueType  # 3
 """Both."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _DraftSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_SOURCE_UNSPECIFIED: _DraftSource.ValueType  # 0
+    """Never sent."""
+    DRAFT_SOURCE_NGRAM: _DraftSource.ValueType  # 1
+    """The sequence itself."""
+    DRAFT_SOURCE_SUFFIX: _DraftSource.ValueType  # 2
+    """Recent answers."""
+    DRAFT_SOURCE_DRAFT_MODEL: _DraftSource.ValueType  # 3
+    """A draft model."""
+    DRAFT_SOURCE_EAGLE3: _DraftSource.ValueType  # 4
+    """An EAGLE-3 head."""
+    DRAFT_SOURCE_MTP: _DraftSource.ValueType  # 5
+    """The model's own module."""
+
+class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
+    """Where guesses come from."""
+
+DRAFT_SOURCE_UNSPECIFIED: DraftSource.ValueType  # 0
+"""Never sent."""
+DRAFT_SOURCE_NGRAM: DraftSource.ValueType  # 1
+"""The sequence itself."""
+DRAFT_SOURCE_SUFFIX: DraftSource.ValueType  # 2
+"""Recent answers."""
+DRAFT_SOURCE_DRAFT_MODEL: DraftSource.ValueType  # 3
+"""A draft model."""
+DRAFT_SOURCE_EAGLE3: DraftSource.ValueType  # 4
+"""An EAGLE-3 head."""
+DRAFT_SOURCE_MTP: DraftSource.ValueType  # 5
+"""The model's own module."""
+Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
+
 class _Stage:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -952,6 +988,7 @@ class TokenDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Which request."""
     attempt: _builtins.int
@@ -972,6 +1009,10 @@ class TokenDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]:
         """Parallel to token_ids, if asked for."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifiedDraft]:
+        """How guesses turned out: one entry for each step that verified some and brought some of these tokens."""
+
     def __init__(
         self,
         *,
@@ -983,14 +1024,45 @@ class TokenDelta(_message.Message):
         logprobs: _abc.Iterable[_inference_pb2.TokenLogprobs] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         pooled: _builtins.bytes = ...,
+        drafts: _abc.Iterable[Global___VerifiedDraft] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "pooled", b"pooled", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "drafts", b"drafts", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "pooled", b"pooled", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
+
+@_typing.final
+class VerifiedDraft(_message.Message):
+    """Guesses that one step verified for a sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    source: Global___DraftSource.ValueType
+    """Where they came from."""
+    num_draft_tokens: _builtins.int
+    """How many there were; at most 15."""
+    num_accepted_tokens: _builtins.int
+    """How many of them are among the sequence's tokens: the first ones."""
+    def __init__(
+        self,
+        *,
+        source: Global___DraftSource.ValueType = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifiedDraft: _TypeAlias = VerifiedDraft  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import Attempt
 from pdserve.perfmodel.curve import attention_work
+from pdserve.protocol.drafts import MAX_DRAFT_TOKENS, SOURCES, Verified, count
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.reports import FINISH_REASONS, Stage
 from pdserve.router.placement.placements import DONE, Placements
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.commands import Deliver
-from pdserve.router.requests.events import PromptScored, StageReached, TokenDelta
+from pdserve.router.requests.events import PromptScored, StageReached, TokenDelta, VerifiedDraft
 from pdserve.router.requests.request import OUTPUT_WEIGHT, Placement, Request, Sequence
 from pdserve.router.requests.timeline import Moved
 
@@ -81,6 +82,8 @@ class Delivery:
         num_known = 0 if delta.position == len(sequence.token_ids) else sequence.num_known(delta)
         if worker is placement.decode:
             placement.committed = True
+        if delta.drafts and not num_known:
+            count(request.ledger.drafts, map(_verified, delta.drafts))
         if self._accept(request, sequence, delta, num_known, now_s):
             return
         if placement.prefill is None:
@@ -242,6 +245,16 @@ def _set_aside(request: Request, placement: Placement, worker: WorkerView, delta
     if worker is placement.prefill or placement.prefill is None or len(request.early) >= _MAX_EARLY:
         raise ProtocolError("tokens came, but not the log probabilities of their prompt")
     request.early.append((worker, delta))
+
+
+def _verified(told: VerifiedDraft) -> Verified:
+    source, num_accepted = SOURCES.get(told.source), told.num_accepted_tokens
+    if source is None or not num_accepted <= told.num_draft_tokens <= MAX_DRAFT_TOKENS:
+        counts = f"{num_accepted} of {told.num_draft_tokens} guesses of source {told.source}"
+        raise ProtocolError(
+            f"drafts: {counts}; at most {MAX_DRAFT_TOKENS} are verified, of sources 1 to {len(SOURCES)}"
+        )
+    return Verified(source, told.num_draft_tokens, num_accepted)
 
 
 def _was_overtaken(placement: Placement) -> bool:

@@ -110,6 +110,17 @@ class LoadReported:
     load: ReportedLoad
 
 
+class VerifiedDraft(Protocol):
+    """How the guesses of a step turned out, as it came off the wire."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def num_draft_tokens(self) -> int: ...
+    @property
+    def num_accepted_tokens(self) -> int: ...
+
+
 class TokenDelta(Protocol):
     """Tokens of one sequence, as they came off the wire.
 
@@ -133,6 +144,8 @@ class TokenDelta(Protocol):
     def finish_reason(self) -> int: ...
     @property
     def pooled(self) -> bytes: ...
+    @property
+    def drafts(self) -> Seq[VerifiedDraft]: ...
 
 
 @value

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from pdserve.base.ids import RequestId
 from pdserve.base.values import value
+from pdserve.protocol import drafts
 from pdserve.protocol.refusal import Refused, Status
 from pdserve.protocol.reports import NUM_BANDS, Demand, band_of
 from pdserve.router.requests.commands import Finished
@@ -147,6 +148,7 @@ class Recent:
         self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self.happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self.seconds: deque[Second] = deque(maxlen=MAX_SECONDS)
+        self.drafts: drafts.BySource = {}  # how guesses turned out, of all requests that ended
 
     def note(self, kind: Kind, subject: str, text: str) -> None:
         """Add a happening. The same one again within _TOGETHER_S only raises the count of the last."""
@@ -161,6 +163,7 @@ class Recent:
 
     def keep_end(self, request: Request, outcome: Finished | Refused) -> None:
         self._number += 1
+        drafts.add(self.drafts, request.ledger.drafts)
         self.ended.append(
             Ended(
                 number=self._number,

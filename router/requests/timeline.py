@@ -5,11 +5,12 @@ the time to first token.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
 from pdserve.base.values import value
+from pdserve.protocol.drafts import BySource
 from pdserve.protocol.reports import Stage
 
 STAGES = tuple(Stage.__members__.values())  # the order reported for stages reached at the same moment
@@ -78,6 +79,7 @@ class Ledger:
     fetched_tokens: int = 0
     fetched_from: str = ""
     moves: tuple[Moved, ...] = ()
+    drafts: BySource = field(default_factory=dict)
 
 
 class Timeline:

@@ -13,6 +13,7 @@ import torch
 from eagle3_heads import longest_walks, write_forgetful_model, write_head_that_looks_back
 from live_cluster import Answer, LiveCluster, all_ready, is_idle, live_cluster, load_of
 from model_zoo import prompt, write_model
+from mtp_modules import write_model_with_module
 from safetensors.torch import load_file
 from scraping import scrape
 
@@ -57,7 +58,7 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "eagle3"])
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "eagle3", "mtp"])
 def method(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -70,6 +71,8 @@ def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if method == "eagle3":
         write_forgetful_model(folder)
         return folder
+    if method == "mtp":
+        return write_model_with_module("deepseek-v3", folder)
     return write_model("llama3", folder)
 
 
@@ -140,6 +143,12 @@ def guessed(cluster: LiveCluster) -> float:
     return counted(cluster, "draft_tokens", ())
 
 
+def in_ledgers(streams: Streams) -> tuple[int, int]:
+    """Return how many guesses of these answers were verified, and how many of them were right."""
+    told = [drafts for answer in streams.answers for drafts in answer.ledger.drafts.values()]
+    return sum(each.num_draft_tokens for each in told), sum(sum(each.num_accepted_tokens_per_pos) for each in told)
+
+
 def busiest(cluster: LiveCluster) -> str:
     status = cluster.status()
     return max(DECODES, key=lambda name: load_of(status, name).num_running)
@@ -148,8 +157,10 @@ def busiest(cluster: LiveCluster) -> str:
 def test_answers_are_those_of_one_engine_without_guesses(
     cluster: LiveCluster, expected: list[dict[int, list[int]]]
 ) -> None:
-    Streams(cluster).check(expected)
+    streams = Streams(cluster)
+    streams.check(expected)
     assert accepted(cluster) > 20
+    assert in_ledgers(streams) == (guessed(cluster), accepted(cluster)), "it is the first test"
 
 
 @pytest.mark.parametrize("method", ["draft_model"], indirect=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,17 +11,19 @@ from hypothesis import strategies as st
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine import speculation
-from pdserve.engine.guesses import NO_MATCH, NgramIndex, NgramLookup, Trials
+from pdserve.engine.guesses import NO_MATCH, AnswerLookup, NgramIndex, NgramLookup, Trials
 from pdserve.engine.running_step import Progress, next_chunk
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.speculation import Speculation
 from pdserve.engine.step import Chunk, Draft, Phase, StepPlan, StepResult
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.drafts import DraftSource, Verified
 from pdserve.protocol.page_tables import PageTables
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 LOOKUP = NgramLookup(2, 4)
+OF_ANSWERS = NgramLookup(2, 4, AnswerLookup(8, 10, 0.1, 1.0))
 FLAT, STEEP = (0.010, 0.0001), (0.0001, 0.010)  # seconds of a step, and of each of its rows
 
 
@@ -69,6 +72,27 @@ def test_guesses_are_what_followed_the_longest_match_that_was_looked_at(
         ahead.append(ahead[best + len(ahead) - end])
     assert found.guesses == tuple(ahead[end:])
     assert found.num_matched == matched(best)
+
+
+@pytest.mark.parametrize(
+    ("made", "num_matched", "source"),
+    [
+        (Speculation(8, LOOKUP), 3, "ngram"),
+        (Speculation(8, OF_ANSWERS), 3, "ngram"),
+        (Speculation(8, OF_ANSWERS), -3, "suffix"),
+        (Speculation(8, None, 100), 0, "draft_model"),
+        (Speculation(8, None, 100, head="mtp"), 0, "mtp"),
+    ],
+)
+def test_guesses_are_told_by_where_they_came_from_as_far_as_they_are_in_the_answer(
+    made: Speculation, num_matched: int, source: str
+) -> None:
+    sequence, chunk = sequence_of([1, 2, 3]), Chunk((0,) * 6, 0, (), (), Phase.DECODE, num_drafts=5)
+    sequence.guessing.num_matched = num_matched
+    assert [made.verified(sequence, chunk, num_kept) for num_kept in (1, 3, 6)] == [
+        Verified(DraftSource(source), 5, num_right) for num_right in (0, 2, 5)
+    ]
+    assert made.verified(sequence, replace(chunk, num_drafts=0), 1) is None
 
 
 def test_a_long_prompt_is_indexed_between_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.measure.outcomes import (
     ANY,
     PARTS,
+    Guesses,
     Objective,
     Outcome,
     Percentiles,
@@ -17,6 +18,7 @@ from pdserve.measure.outcomes import (
     percentiles,
     summarize,
 )
+from pdserve.protocol.drafts import Acceptance
 
 
 def outcome(sent_s: float, times_s: tuple[float, ...], status: str = "OK", handoff_bytes: int = 0) -> Outcome:
@@ -95,6 +97,16 @@ def test_handoffs_are_counted_where_there_was_one() -> None:
     assert summary.handoff_bytes == 100
     assert summary.handoff_s is not None
     assert summary.handoff_s.p50 == 0.003
+
+
+def test_guesses_are_added_up_by_source_and_place() -> None:
+    some, others = outcome(0.0, (1.0,)), outcome(0.0, (1.0,), "UNAVAILABLE")
+    some.drafts = {"ngram": Acceptance(3, 12, [2, 1])}
+    others.drafts = {"ngram": Acceptance(1, 4, [1, 1, 1]), "suffix": Acceptance(1, 2, [])}
+    assert summarize("w", [some, others, outcome(0.0, (1.0,))], ANY).guesses == {
+        "ngram": Guesses(16, 6, 2.5, {"0": 0.75, "1": 0.5, "2": 0.25}),
+        "suffix": Guesses(2, 0, 1.0, {}),
+    }
 
 
 def test_errors_are_relative_to_what_the_client_saw() -> None:

@@ -23,6 +23,7 @@ class Tokens:
     token_ids: tuple[int, ...] = (7,)
     logprobs: tuple[object, ...] = ()
     finish_reason: int = 0
+    drafts: tuple[object, ...] = ()
 
 
 def test_answers_longer_than_expected_still_slow_down_those_that_join() -> None:

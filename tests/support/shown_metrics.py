@@ -18,8 +18,8 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
         *_SHARED,
     ),
     "worker": (
-        *(m.ITL, m.STEP_TOKENS, m.COMPUTED_TOKENS, m.SAMPLED_TOKENS, m.DRAFT_TOKENS, m.ACCEPTED_TOKENS),
-        *(m.DRAFT_SECONDS, m.DRAFT_FAILURES, m.EXPERT_RATIO, m.PREEMPTIONS),
+        *(m.ITL, m.STEP_TOKENS, m.COMPUTED_TOKENS, m.SAMPLED_TOKENS, m.DRAFTS, m.DRAFT_TOKENS),
+        *(m.ACCEPTED_TOKENS, m.ACCEPTED_PER_POS, m.DRAFT_SECONDS, m.DRAFT_FAILURES, m.EXPERT_RATIO, m.PREEMPTIONS),
         *(
             m.CACHE_CONFIG,
             m.ROLE,

@@ -1,6 +1,7 @@
 """Tokens of short steps go together, none late, and each once; a router that wants each step is told of each."""
 
 from collections import defaultdict
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -12,6 +13,7 @@ from pdserve.engine.sequence import Finish
 from pdserve.observe.metrics import ITL, SAMPLED_TOKENS, Distribution
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.drafts import SOURCES, DraftSource, Verified
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
@@ -119,6 +121,24 @@ def test_a_router_that_wants_each_step_is_told_of_each() -> None:
         assert gained(message) == [(position, [100 + position])]
 
 
+def test_guesses_of_steps_that_go_together_are_told_step_by_step() -> None:
+    reports = running()
+    for position, verified in (
+        (2, Verified(DraftSource.SUFFIX, 4, 0)),
+        (3, None),
+        (4, Verified(DraftSource.MTP, 2, 0)),
+    ):
+        told = replace(token(1, position), verified=verified)
+        assert reports.report([told], decoded(1), position * SHORT_S / 2) is None
+    message = reports.rest(WINDOW_S)
+    assert message is not None
+    (delta,) = message.step.deltas
+    assert [(SOURCES[each.source], each.num_draft_tokens) for each in delta.drafts] == [
+        (DraftSource.SUFFIX, 4),
+        (DraftSource.MTP, 2),
+    ]
+
+
 def test_log_probabilities_stay_beside_their_tokens() -> None:
     reports = running()
     for position in (2, 3):
@@ -182,7 +202,7 @@ def test_each_token_and_each_cost_goes_once_in_order_and_in_time(
 def test_each_sequence_waits_once_for_a_step_however_many_guesses_are_computed_for_it() -> None:
     steps = Steps()
     steps.note(Step(sequences=7, kv_tokens=70, guesses=4, kept_guesses=2), 0.5, 5)
-    shown = {sample.metric: sample.amount for sample in steps.samples("m", "")}
+    shown = {sample.metric: sample.amount for sample in steps.samples("m", None)}
     gaps = shown[ITL]
     assert isinstance(gaps, Distribution)
     assert (gaps.count, gaps.total, shown[SAMPLED_TOKENS]) == (3, 1.5, 5)

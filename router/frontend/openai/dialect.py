@@ -25,7 +25,7 @@ from pdserve.text.tokenizer import Tokenizer
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 Json = dict[str, Any]
-_SHOWN = [each.name for each in fields(Ledger) if each.name not in ("steps", "moves")]
+_SHOWN = [each.name for each in fields(Ledger) if each.name != "steps"]
 encode = msgspec.json.encode
 
 
@@ -316,6 +316,7 @@ def event(told: Json) -> bytes:
 def ledger_of(request_id: str, ledger: Ledger) -> Json:
     """Return a request's ledger for the client: when each stage was reached, and which workers served it."""
     shown = {name: getattr(ledger, name) for name in _SHOWN}
-    moves = [asdict(moved) for moved in ledger.moves]
+    shown["moves"] = [asdict(moved) for moved in ledger.moves]
+    shown["drafts"] = {source: asdict(counted) for source, counted in ledger.drafts.items()}
     timings_ms = {stage.value: round(at_ms, 3) for stage, at_ms in ledger.steps}
-    return {"request_id": request_id, **shown, "moves": moves, "timings_ms": timings_ms}
+    return {"request_id": request_id, **shown, "timings_ms": timings_ms}

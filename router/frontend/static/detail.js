@@ -2,7 +2,7 @@
 
 import { byId, h } from "/page/dom.js";
 import { failure, key } from "/page/stream.js";
-import { bytes, count, ms, plural, short } from "/page/words.js";
+import { bytes, count, guesses, ms, plural, short } from "/page/words.js";
 
 const AGAIN_MS = 500; // while it runs
 const NAMES = {
@@ -73,6 +73,7 @@ function parts(known) {
     ["Hand-off", Number(ledger.handoff_bytes) ? `${bytes(Number(ledger.handoff_bytes))} in ${ms(ledger.handoff_ms ?? 0)}${ledger.handoff_pages_reused ? `, ${plural(ledger.handoff_pages_reused, "page")} already there` : ""}` : ""],
     ["Fetched", ledger.fetched_tokens ? `${plural(ledger.fetched_tokens, "token")} from ${ledger.fetched_from}` : ""],
     ["Moves", (ledger.moves ?? []).map((move) => `${move.source} → ${move.target} after ${plural(move.num_tokens ?? 0, "token")}`).join("; ")],
+    ["Guesses", guesses(ledger.drafts).map(([source, right, all, places]) => `${source}: ${count(right)} of ${count(all)} right${places.length > 1 ? ` (${places.map(count).join(", ")} by place)` : ""}`).join("; ")],
   ].filter(([, value]) => value);
   return [
     h("div.bars", { role: "img", "aria-label": spans(ledger, end).map(([, name, from, until]) => `${name} from ${ms(from)} to ${ms(until)}`).join("; ") }, ...spans(ledger, end).map((span) => bar(span, end))),

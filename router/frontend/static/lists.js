@@ -2,7 +2,7 @@
 
 import { attribute, byId, h, keyed, text } from "/page/dom.js";
 import { lastMinute } from "/page/charts.js";
-import { CAUSES, clock, count, median, ms, short } from "/page/words.js";
+import { CAUSES, clock, count, guesses, median, ms, short } from "/page/words.js";
 
 const SHOWN = 60;
 
@@ -19,6 +19,7 @@ export function showTiles(state) {
     ["Attainment", attainment === null ? "–" : `${Math.round(attainment * 100)} %`, attainment === null ? "no objectives asked" : "of the last minute"],
     ["TTFT", ms(median(answered.map((each) => each.ttft_ms))), "median of the last 50"],
     ["TPOT", ms(median(answered.filter((each) => each.tpot_ms).map((each) => each.tpot_ms))), "median of the last 50"],
+    ...guesses(state.drafts).map(([source, right, all]) => [`Guesses: ${source}`, `${Math.round((right / all) * 100)} %`, `right of ${count(all)} that steps verified`]),
   ];
   keyed(byId("tiles"), tiles.map(([name, ...rest]) => [name, rest]), (name) => h("div.tile", {}, h("dt", {}, name), h("dd.figure"), h("dd.quiet")),
     (tile, [figure, about]) => { text(tile.children[1], figure); text(tile.children[2], about); });

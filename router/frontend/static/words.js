@@ -51,6 +51,12 @@ export function bytes(value) {
   return `${value >= 100 || !unit ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
 }
 
+/** Return [source, how many were right, of how many, of these at each place] of guesses that steps have verified. */
+export function guesses(drafts) {
+  return Object.entries(drafts ?? {}).map(([source, { num_draft_tokens: all = 0, num_accepted_tokens_per_pos: places = [] }]) =>
+    [source, places.reduce((sum, each) => sum + each, 0), all, places]);
+}
+
 export function median(values) {
   if (!values.length) return null;
   const sorted = [...values].sort((a, b) => a - b);
