@@ -36,6 +36,21 @@ def write_model_with_module(family: str, folder: Path) -> Path:
     return folder
 
 
+def write_model_with_a_module_that_is_often_right(family: str, folder: Path) -> Path:
+    """Write a model that mostly samples what its last token says, as its module guesses; layers change the rest."""
+    path = write_model_with_module(family, folder) / FILE
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.1)
+    norm = tensors["model.norm.weight"]
+    size = len(norm)
+    joining = torch.eye(size, 2 * size)  # takes the token, and leaves out what the model has computed
+    own = {"eh_proj": joining, "enorm": torch.ones(size), "shared_head.norm": norm.clone()}
+    save_file({**tensors, **{f"{PREFIX}{name}.weight": each for name, each in own.items()}}, path, FORMAT)
+    return folder
+
+
 @dataclass
 class MtpOracle:
     """The model, and its module as the one layer of another."""
