@@ -11,6 +11,12 @@ import pdserve  # noqa: F401 - before gRPC, which reads from it how to take fork
 # Before torch is loaded: threads that spin for long would take the cores that a cluster's processes need.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
+# Processes of tests share out the cores: threads of several that spin on the same ones wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch
+
+    torch.set_num_threads(1)
+
 # No deadlines: on a busy machine an example takes as long as others let it.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("any", deadline=None)
