@@ -17,7 +17,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test test-long test-page test-kubernetes test-arm check sim gpu bench-cpu images audit scan clean
+.PHONY: demo serve unit test test-long test-page test-kubernetes test-arm generated check sim gpu bench-cpu images audit scan clean
 
 demo: $(SERVING)
 	@$(BIN)/pdserve demo
@@ -78,6 +78,12 @@ test-kubernetes: $(INSTALLED)
 # The CPU kernels on aarch64 processors that qemu emulates; says which Debian packages it needs.
 test-arm: $(INSTALLED)
 	tests/arm/run_arm.sh
+
+# What is made of other files and checked in: stubs of the protos, the chart's schema, the schema of policies.
+generated: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
+	$(BIN)/python deploy/helm/schema/values_schema.py
+	$(BIN)/pdserve autoscale schema > deploy/policies/schema.json
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
