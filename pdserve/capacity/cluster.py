@@ -25,10 +25,11 @@ from pdserve.capacity.wires import (
     stage_reached,
     unreported,
 )
-from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker, Steps
+from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.workload import Arrival, Workload, request_id_of
+from pdserve.perfmodel.curve import TimedStep
 from pdserve.perfmodel.profile import Profile
 from pdserve.protocol.reports import Failure
 from pdserve.protocol.sampling import SamplingParams
@@ -236,8 +237,6 @@ class SimCluster:
             fetch = None if place.fetch is None else self._share(spec, place.fetch, prefill.peer)
             placed = messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated", fetch=fetch)
             prefill.offer(placed)
-        for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
-            self.clock.soon(self._report_load, worker)
 
     def _move(self, router: _Router, move: Move) -> None:
         source, target, spec = self._workers[move.source.link], self._workers[move.target.link], move.spec
@@ -269,7 +268,7 @@ class SimCluster:
         self._num_attached += 1
         link = LinkId(self._num_attached)
         worker, registration = self.builder.build(self.clock, name, link, role, self._lengths.__getitem__)
-        worker.perform = self._perform
+        worker.cluster = self
         if self._moves:
             worker.step_singly()
         self._workers[link] = worker
@@ -293,7 +292,8 @@ class SimCluster:
             )
             self._post(router, registration)
 
-    def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
+    def perform(self, worker: SimWorker, commands: Sequence[messages.Command], steps: TimedStep | None) -> None:
+        """Carry out what a worker has decided. `steps`: that it came of, which are alike."""
         deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
         for command in commands:
             match command:
@@ -311,20 +311,11 @@ class SimCluster:
                 case _:
                     self._wires.carry(worker, command)
         self._report_cache(worker)
-        self._report_step(worker, deltas, steps)
-
-    def _report_step(self, worker: SimWorker, deltas: dict[RouterRef, list[Delta]], steps: Steps | None) -> None:
-        """Report tokens, and the steps that sampled them. Tokens without steps came with a move."""
-        if steps is None:
-            for ref, tail in deltas.items():
-                if any(each.token_ids for each in tail):
-                    self._post(self._routers[ref], StepReported(worker.link, tail))
-            return
         for ref, router in self._routers.items():
-            self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s))
-        reports = worker.reports or len(self._routers) > 1
-        if reports and self.clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
-            self._report_load(worker)
+            if steps is not None:
+                self._post(router, StepReported(worker.link, deltas[ref], steps.step, steps.elapsed_s))
+            elif any(each.token_ids for each in deltas[ref]):  # they came with a move
+                self._post(router, StepReported(worker.link, deltas[ref]))
 
     def _report_cache(self, worker: SimWorker) -> None:
         changed = kv_changed(worker.link, worker.scheduler.cache)
@@ -332,9 +323,16 @@ class SimCluster:
             for router in self._routers.values():
                 self._post(router, changed)
 
-    def _report_load(self, worker: SimWorker) -> None:
-        """Report a worker's load to every router and, if the worker does steps singly, what its answers have gained."""
-        worker.reported_s = self.clock.now_s()
+    def refresh(self, worker: SimWorker, *, at_once: bool) -> None:
+        """Report how full a worker is, and what its answers have gained if it does steps singly.
+
+        As in `worker.reporting`, this is for several routers; for one, too, where answers may move.
+        """
+        now_s, several = self.clock.now_s(), len(self._routers) > 1
+        is_due = now_s - worker.reported_s >= LOAD_EVERY_S
+        if not (worker.reports and is_due) and not (several and (at_once or is_due)):
+            return
+        worker.reported_s = now_s
         known = unreported(worker.reported, worker.scheduler.running) if worker.reports else ()
         for ref, router in self._routers.items() if known else ():
             ours = [each for each in known if self._router_of(each.request_id) == ref]

@@ -100,7 +100,7 @@ class Fleet(SimCluster):
         if role is Role.PREFILL:
             worker.step_singly()  # what it decodes moves
         else:
-            worker.leaps = True
+            worker.scheduler.leaps = True
         self._tell(router_events.RoleAsked(worker.link, role, view.registration.role_epoch + 1))
 
     def slow_down(self, factor: float) -> None:

@@ -18,43 +18,75 @@ _SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, seque
 OutputLength = Callable[[bytes], int]  # of a request, by its id
 
 
+class Leap(StepPlan):
+    """Decode steps of all that runs, done at once: one step to the rest of a worker, which may be cut short."""
+
+    def __init__(self, num_steps: int, sequences: int, kv_tokens: int) -> None:
+        super().__init__(())
+        self.num_steps = num_steps
+        self.sequences = sequences
+        self.kv_tokens = kv_tokens  # that the first step reads
+
+
 class LeapingScheduler(Scheduler):
-    """The engine's scheduler, which also leaps: over steps that only decode, during which no sequence ends."""
+    """The engine's scheduler, which also leaps: over steps that only decode, during which no sequence ends.
+
+    It also samples, in `commit`, by the lengths of answers.
+    """
 
     def __init__(self, cache: KvCache, limits: Limits, output_length: OutputLength) -> None:
         super().__init__(cache, limits)
+        self.leaps = True  # else each step is done by itself
         self._output_length = output_length
         self._left: list[int] = []  # tokens to come of each sequence of the leap, when it began
 
-    def sample(self, plan: StepPlan, elapsed_s: float) -> StepResult:
-        """Return what the step that is planned brings."""
-        planned = self.steps[0].sequences
-        tokens = tuple([self._token(s) if c.samples else () for s, c in zip(planned, plan.chunks, strict=True)])
-        return StepResult(tokens, elapsed_s)
-
-    def _token(self, sequence: Sequence) -> tuple[Tokens, ...]:
-        job = sequence.job
-        is_last = len(sequence.tokens) - job.num_prompt_tokens + 1 >= self._output_length(job.request_id)
-        tokens = _ENDS if is_last else _GOES_ON
-        return tokens if len(sequence.indices) == 1 else tokens * len(sequence.indices)
+    def plan(self, *, is_brief: bool = False) -> StepPlan | None:
+        num_steps = self.leap_length() if self.leaps else 0
+        if not num_steps:
+            return super().plan(is_brief=is_brief)
+        running = self.running.copy()
+        self.steps.append(RunningStep({}, running))
+        return Leap(num_steps, len(running), sum([s.computed for s in running]) + len(running))
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
-        """Take in what a step brought. Sequences that go on decoding are not reported, as in a leap."""
-        step, kept = self.steps[0], list[Sequence]()
-        chunks: list[Chunk] = []
-        sampled: list[tuple[Tokens, ...]] = []
-        for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
-            is_decoding = chunk.phase is Phase.DECODE and sequence.has_run and sequence not in step.dropped
-            if is_decoding and tokens[0][0].token_id == OTHER:
+        """End a step or a leap. Sequences that go on decoding are not reported."""
+        plan = self._leap(plan.num_steps) if isinstance(plan, Leap) else plan
+        step, kept, sampled = self.steps[0], RunningStep({}), list[tuple[Tokens, ...]]()
+        for sequence, chunk in zip(step.sequences, plan.chunks, strict=True):
+            is_last = self._num_left(sequence) <= 1
+            if is_last or chunk.phase is not Phase.DECODE or not sequence.has_run or sequence in step.dropped:
+                kept.add(sequence, chunk)
+                tokens = _ENDS if is_last else _GOES_ON
+                sampled.append(tokens * len(sequence.indices) if chunk.samples else ())
+            else:
                 sequence.computed += 1
                 sequence.tokens.append(OTHER)
                 self._leave_windows(sequence)
+        step.sequences = kept.sequences
+        return super().commit(StepPlan(tuple(kept.chunks)), StepResult(tuple(sampled), result.elapsed_s))
+
+    def _leap(self, num_steps: int) -> StepPlan:
+        """Do that many steps of the leap under way. Return the last step of the sequences that are to be reported.
+
+        These are sequences that end with it, and those that have not run before: their last step is not done yet.
+        """
+        last_step = RunningStep({})
+        step, ahead = self.steps[0], [OTHER] * num_steps
+        for sequence, left in zip(step.sequences, self._left, strict=True):
+            if sequence in step.dropped:
+                continue
+            last = sequence.computed + num_steps
+            self._add_pages(sequence, num_steps)
+            if left > num_steps and sequence.has_run:
+                sequence.tokens += ahead
+                sequence.computed = last
+                self._leave_windows(sequence)
             else:
-                kept.append(sequence)
-                chunks.append(chunk)
-                sampled.append(tokens)
-        step.sequences = kept
-        return super().commit(StepPlan(tuple(chunks)), StepResult(tuple(sampled), result.elapsed_s))
+                sequence.tokens += ahead[1:]
+                sequence.computed = last - 1
+                self.schedule(last_step, sequence, 1)
+        step.sequences = last_step.sequences
+        return StepPlan(tuple(last_step.chunks))
 
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         start = sequence.computed
@@ -63,20 +95,21 @@ class LeapingScheduler(Scheduler):
 
     def leap_length(self) -> int:
         """Return how many steps can be done at once, the last of which may end sequences; 0 if none."""
-        running, length_of = self.running, self._output_length
+        running = self.running
         if self.waiting or not running or len(running) > self.step_tokens:
             return 0
-        left = []
-        for sequence in running:
-            job, length = sequence.job, len(sequence.tokens)
-            num_output = length - job.num_prompt_tokens
-            if sequence.phase is not Phase.DECODE or sequence.is_held:
-                return 0
-            left.append(length_of(job.request_id) - num_output)
-        self._left, shortest = left, min(left)
+        if any(sequence.phase is not Phase.DECODE or sequence.is_held for sequence in running):
+            return 0
+        self._left = list(map(self._num_left, running))
+        shortest = min(self._left)
         while shortest > 0 and not self._has_pages(shortest):
             shortest //= 2
         return max(0, shortest)
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Return how many tokens of an answer are to come."""
+        job = sequence.job
+        return self._output_length(job.request_id) - len(sequence.tokens) + job.num_prompt_tokens
 
     def _has_pages(self, num_steps: int) -> bool:
         """Return whether there are pages for that many steps of all that runs."""
@@ -99,51 +132,17 @@ class LeapingScheduler(Scheduler):
         if self.cache.paging.has_windows:
             self._release(sequence.pages.take_unneeded(self.cache.paging, sequence.computed))
 
-    def batch(self) -> tuple[int, int]:
-        """Return how many sequences the next decode step has, and how many KV tokens they read."""
-        return len(self.running), sum([s.computed for s in self.running]) + len(self.running)
-
-    def begin_leap(self) -> None:
-        """Begin a leap of all that runs: to the rest of the scheduler it is a step."""
-        self.steps.append(RunningStep({}, self.running.copy()))
-
     def take_pages(self, num_steps: int) -> None:
         """Take the pages that the first steps of the leap under way have written to, before others are given any."""
-        for sequence in self._leaping():
-            self._add_pages(sequence, num_steps)
+        for sequence in self.steps[0].sequences:
+            if sequence not in self.steps[0].dropped:
+                self._add_pages(sequence, num_steps)
 
     def can_go_on(self, num_steps: int) -> bool:
         """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
         step = self.steps[0]
         unchanged = not self.waiting and len(self.running) == len(step.sequences) and not step.dropped
         return unchanged and not any(s.is_held for s in step.sequences) and self._has_pages(num_steps)
-
-    def leap(self, num_steps: int) -> StepPlan:
-        """Do that many steps of all sequences. Return the last step of those that the scheduler has to report.
-
-        These are sequences that end with it, and those that have not run before: their last step is not done yet.
-        """
-        last_step = RunningStep({})
-        step, ahead = self.steps[0], [OTHER] * num_steps
-        for sequence, left in zip(step.sequences, self._left, strict=True):
-            if sequence in step.dropped:
-                continue
-            last = sequence.computed + num_steps
-            self._add_pages(sequence, num_steps)
-            if left > num_steps and sequence.has_run:
-                sequence.tokens += ahead
-                sequence.computed = last
-                self._leave_windows(sequence)
-            else:
-                sequence.tokens += ahead[1:]
-                sequence.computed = last - 1
-                self.schedule(last_step, sequence, 1)
-        step.sequences = last_step.sequences
-        return StepPlan(tuple(last_step.chunks))
-
-    def _leaping(self) -> list[Sequence]:
-        step = self.steps[0]
-        return [s for s in step.sequences if s not in step.dropped] if step.dropped else step.sequences
 
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
         """Take the pages that a sequence does not have yet for that many steps."""

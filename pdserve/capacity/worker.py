@@ -1,23 +1,22 @@
-"""A worker under virtual time: its own core, and a profile in place of an engine.
+"""A worker under virtual time: its own core and turns, and a profile in place of an engine.
 
-As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. Steps that
-only decode, until a sequence ends or another comes, are done in one leap.
+Steps that only decode, until a sequence ends or another comes, are done in one leap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
+from typing import TYPE_CHECKING
 
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import PROTOCOL_VERSION, Attempt, Incarnation, Peer, RequestId, WorkerId
 from pdserve.base.roles import POOLS, Role
-from pdserve.base.values import value
-from pdserve.capacity.leaping import LeapingScheduler
+from pdserve.capacity.leaping import Leap, LeapingScheduler
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
-from pdserve.engine.step import StepPlan, work_of
+from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.measure.workload import Workload
-from pdserve.perfmodel.curve import Step, StepCosts
+from pdserve.perfmodel.curve import Step, StepCosts, TimedStep
 from pdserve.perfmodel.profile import Profile
 from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.prefix_hash import PrefixHasher
@@ -25,7 +24,11 @@ from pdserve.protocol.token_ids import ALL_IDS
 from pdserve.router.requests.events import LinkId, Registration
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Due, Event
+from pdserve.worker.messages import Command, Due, Event, Load
+from pdserve.worker.turns import Turns
+
+if TYPE_CHECKING:
+    from pdserve.capacity.cluster import SimCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +62,11 @@ class Shape:
         return f"{self.prefill} x tp{self.prefill_tp} prefill + {self.decode} x tp{self.decode_tp} decode"
 
 
-@value
-class Steps:
-    """Steps that are alike, and how long each of them took."""
-
-    each: Step
-    each_s: float
-
-
 Reported = dict[tuple[RequestId, Attempt], int]  # how many tokens of each placement the router knows
-Perform = Callable[["SimWorker", Sequence[object], Steps | None], None]  # commands, and the steps they came of
 
 
 class SimWorker:
-    """A worker's loop around its core."""
+    """Takes a worker's turns. A step is over when the profile says so, and none is planned ahead."""
 
     def __init__(
         self,
@@ -87,21 +81,20 @@ class SimWorker:
         self.scheduler = scheduler
         self.busy_s = 0.0
         self.num_steps = 0
-        self.perform: Perform = _nothing
-        self.leaps = True  # else each step is done by itself
+        self.cluster: SimCluster | None = None  # None: it has left
         self.reports = False  # what its answers have gained, and how full it is, to every router
         self.on_drained: Callable[[SimWorker], None] | None = None  # called once, when it drains and nothing is left
         self.reported: Reported = {}
         self.reported_s = 0.0  # when it last reported its load
         self.sends_until_s = self.receives_until_s = 0.0  # copies, one at a time
         self._clock = clock
+        self._turns = Turns(core, self)
         self._costs = self._usual_costs = costs
         self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
-        self._is_stepping = False
         self._due_s = inf  # when the core asked to be woken
-        self._leap: _Leap | None = None
-        self._num_turns = 0  # ends of leaps that were arranged; only the last one counts
+        self._leap: _TimedLeap | None = None
+        self._ended: TimedStep | None = None  # each of the steps that have ended last
 
     def offer(self, event: Event) -> None:
         """Hand an event to the core, at this moment."""
@@ -112,7 +105,7 @@ class SimWorker:
 
     def step_singly(self) -> None:
         """Do one step at a time from the next one on, and report to routers as workers do."""
-        self.leaps, self.reports = False, True
+        self.scheduler.leaps, self.reports = False, True
         self._cut()
 
     def slow_down(self, factor: float) -> None:
@@ -120,98 +113,96 @@ class SimWorker:
         self._costs = self._usual_costs.scaled(factor)
         self._cut()
 
+    def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
+        if self.cluster is not None and (commands or step):
+            self.cluster.perform(self, commands, self._ended if step else None)
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        """Report nothing: routers learn of a drain with the next step."""
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        if self.cluster is not None:
+            self.cluster.refresh(self, at_once=at_once)
+
     def _cut(self) -> None:
         """End the leap under way with the step that runs."""
         leap = self._leap
         if leap is not None:
-            leap.num_steps = leap.num_begun(self._clock.now_s())
+            leap.plan.num_steps = leap.num_begun(self._clock.now_s())
             self._arrange(leap)
 
     def _turn(self) -> None:
-        self._is_waiting = False
+        self._is_waiting, now_s = False, self._clock.now_s()
         if self._inbox:
-            self._take_in()
-        if not self._is_stepping and self._leap is None:
-            self._start()
+            self._take_in(now_s)
+        if not self._turns.steps and (plan := self._turns.next_step(now_s)) is not None:
+            self._begin(plan, now_s)
         if self.core.due_s != self._due_s:
             self._due_s = self.core.due_s
             if self._due_s < inf:
-                self._clock.at(max(self._due_s, self._clock.now_s()), self.offer, Due())
-        if self.on_drained is not None and self.core.drained:
-            leave, self.on_drained, self.perform = self.on_drained, None, _nothing
+                self._clock.at(max(self._due_s, now_s), self.offer, Due())
+        if self.on_drained is not None and self._turns.drained:
+            leave, self.on_drained, self.cluster = self.on_drained, None, None
             leave(self)
 
-    def _take_in(self) -> None:
-        now_s, leap = self._clock.now_s(), self._leap
+    def _take_in(self, now_s: float) -> None:
+        leap = self._leap
         if leap is not None and (num_begun := leap.num_begun(now_s)) > leap.num_with_pages:
             self.scheduler.take_pages(num_begun)
             leap.num_with_pages = num_begun
         inbox, self._inbox = self._inbox, []
         for event in inbox:
-            commands = self.core.handle(event, now_s)
-            if commands:
-                self.perform(self, commands, None)
-        if leap is not None and not self.scheduler.can_go_on(leap.num_steps):
+            self._turns.handle(event, now_s)
+        self._turns.note(inbox, now_s)
+        if leap is not None and not self.scheduler.can_go_on(leap.plan.num_steps):
             self._cut()
 
-    def _start(self) -> None:
-        now_s = self._clock.now_s()
-        num_steps = self.scheduler.leap_length() if self.leaps else 0
-        if num_steps:
-            self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
-            self.scheduler.begin_leap()
+    def _begin(self, plan: StepPlan, now_s: float) -> None:
+        if isinstance(plan, Leap):
+            self._leap = _TimedLeap(plan, self._costs, now_s)
             self._arrange(self._leap)
-            return
-        plan = self.core.plan(now_s)
-        if plan is not None:
-            self._is_stepping = True
-            step = work_of(plan)
-            elapsed_s = self._costs.seconds(step)
-            self._clock.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
+        else:
+            work = work_of(plan)
+            elapsed_s = self._costs.seconds(work)
+            self._clock.at(now_s + elapsed_s, self._end, work, elapsed_s, 1)
 
-    def _end_step(self, plan: StepPlan, step: Step, elapsed_s: float) -> None:
-        self._is_stepping = False
-        self._commit(plan, step, elapsed_s, 1)
+    def _arrange(self, leap: "_TimedLeap") -> None:
+        """Let a leap end when its steps do. An end that was arranged before is not earlier, and comes to nothing."""
+        self._clock.at(leap.end_s, self._end_leap, leap)
 
-    def _arrange(self, leap: "_Leap") -> None:
-        """Let a leap end when its steps do; an end arranged before does not count."""
-        self._num_turns += 1
-        self._clock.at(leap.end_s, self._end_leap, self._num_turns)
+    def _end_leap(self, leap: "_TimedLeap") -> None:
+        if leap is self._leap:
+            self._leap = None
+            self._end(leap.middle, leap.end_s - leap.start_s, leap.plan.num_steps)
 
-    def _end_leap(self, turn: int) -> None:
-        leap = self._leap
-        if leap is None or turn != self._num_turns:
-            return
-        self._leap = None
-        plan = self.scheduler.leap(leap.num_steps)
-        middle = Step(sequences=leap.sequences, kv_tokens=leap.kv_tokens + leap.sequences * (leap.num_steps // 2))
-        self._commit(plan, middle, leap.end_s - leap.start_s, leap.num_steps)
-
-    def _commit(self, plan: StepPlan, step: Step, elapsed_s: float, num_steps: int) -> None:
+    def _end(self, each: Step, elapsed_s: float, num_steps: int) -> None:
         self.busy_s += elapsed_s
         self.num_steps += num_steps
-        result = self.scheduler.sample(plan, elapsed_s)
-        commands = self.core.commit(plan, result, self._clock.now_s())
-        self.perform(self, commands, Steps(step, elapsed_s / num_steps))
+        self._ended = TimedStep(each, elapsed_s / num_steps)
+        self._turns.end_step(StepResult((), elapsed_s), elapsed_s, self._clock.now_s())
         self._turn()
 
 
-class _Leap:
-    """Decode steps of one batch, and when each ends."""
+class _TimedLeap:
+    """A leap, and when each of its steps ends."""
 
-    def __init__(self, costs: StepCosts, start_s: float, num_steps: int, sequences: int, kv_tokens: int) -> None:
-        curve = costs.decode_curve(sequences)
+    def __init__(self, plan: Leap, costs: StepCosts, start_s: float) -> None:
+        curve = costs.decode_curve(plan.sequences)
+        self.plan = plan
         self.start_s = start_s
-        self.num_steps = num_steps
-        self.sequences = sequences
-        self.kv_tokens = kv_tokens  # that the first step reads
         self.num_with_pages = 0  # of its steps: their pages are taken
-        self._first_s = curve.seconds(sequences, kv_tokens)
-        self._rise_s = curve.context_s * sequences  # each step reads one token a sequence more
+        self._first_s = curve.seconds(plan.sequences, plan.kv_tokens)
+        self._rise_s = curve.context_s * plan.sequences  # each step reads one token a sequence more
 
     @property
     def end_s(self) -> float:
-        return self._after_s(self.num_steps)
+        return self._after_s(self.plan.num_steps)
+
+    @property
+    def middle(self) -> Step:
+        """Return the step in the middle of them."""
+        sequences, kv_tokens = self.plan.sequences, self.plan.kv_tokens
+        return Step(sequences=sequences, kv_tokens=kv_tokens + sequences * (self.plan.num_steps // 2))
 
     def _after_s(self, num_steps: int) -> float:
         return self.start_s + num_steps * self._first_s + self._rise_s * num_steps * (num_steps - 1) / 2
@@ -228,11 +219,7 @@ class _Leap:
             count += 1
         while count > 1 and self._after_s(count - 1) >= now_s:
             count -= 1
-        return min(self.num_steps, max(1, count))
-
-
-def _nothing(*_: object) -> None:
-    pass
+        return min(self.plan.num_steps, max(1, count))
 
 
 MODEL = "simulated"
