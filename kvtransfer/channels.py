@@ -14,11 +14,11 @@ import numpy as np
 from pdserve.base.clock import Clock
 from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import AttemptKey, Peer
-from pdserve.kvtransfer.backends.backend import Backend, PostError, Transfer, TransferLostError
+from pdserve.kvtransfer.backends.backend import Backend, PostError, Transfer, TransferLostError, Way
 from pdserve.kvtransfer.conversion import Conversion, Slot, Stage
 from pdserve.kvtransfer.copies import Copy, CopyQueue
-from pdserve.kvtransfer.region import Description
 from pdserve.kvtransfer.speed import PairSpeed, Probe, ProbeError, StallDetector
+from pdserve.kvtransfer.ways import connect
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +53,16 @@ class _InFlight:
 class Channel:
     """One attached peer: the copies to it, and what of them is in flight."""
 
-    def __init__(self, backend: Backend, description: Description, stage: Stage | None) -> None:
+    def __init__(self, backend: Backend, ways: tuple[Way, ...], stage: Stage | None) -> None:
         """Connect to the peer; PostError if that cannot be done. stage: where pages are converted for it."""
         self._source = backend.region if stage is None else stage.region
-        self._connection = backend.connect(description, self._source)
+        self._connection = connect(backend, ways, self._source)
         self._own = backend.region
-        self._slice_pages = slice_pages(description.page_bytes, converts=stage is not None)
+        self._slice_pages = slice_pages(self._source.page_bytes, converts=stage is not None)
         self.stage = stage
         self._in_flight: list[_InFlight] = []
-        self.description = description
+        self.ways = ways
+        self.num_pages = ways[0].there.num_pages  # of the peer, on each of its ranks
         self.copies = CopyQueue()
         self.stalls = StallDetector()
         self.probe: Probe | None = None
@@ -89,7 +90,8 @@ class Channel:
     @property
     def probe_pages(self) -> tuple[int, int]:
         """Return how many pages of probe memory both ends have, and the bytes of one."""
-        return min(len(self._source.probe), self.description.num_probe_pages), self._source.page_bytes
+        num_rows = [len(self._source.probe), *[way.there.num_probe_pages for way in self.ways]]
+        return min(num_rows), self._source.page_bytes
 
     def close(self) -> list[_InFlight]:
         """Close the connection; return what is in flight, whose end is still to be waited for."""
@@ -152,7 +154,7 @@ class Channel:
             return False
         pages = np.arange(probe.begin(), dtype=np.int32)
         try:
-            transfer = self._connection.post(pages + self._source.num_pages, pages + self.description.num_pages)
+            transfer = self._connection.post(pages + self._source.num_pages, pages + self.num_pages)
         except PostError as error:
             probe.fail(str(error))  # the next copy finds out for itself
             return True
@@ -210,11 +212,11 @@ class Channels:
     def is_probing(self) -> bool:
         return any(channel.is_probing for channel in self._channels.values())
 
-    def attach(self, peer: Peer, description: Description, conversion: Conversion | None = None) -> None:
-        """Open a channel; open it anew if it is broken or its description has changed. ProtocolError if it cannot."""
+    def attach(self, peer: Peer, ways: tuple[Way, ...], conversion: Conversion | None = None) -> None:
+        """Open a channel; open it anew if it is broken or the ways there have changed. ProtocolError if it cannot."""
         channel = self._channels.get(peer)
         if channel is not None:
-            if not channel.broken and (channel.description, channel.conversion) == (description, conversion):
+            if not channel.broken and (channel.ways, channel.conversion) == (ways, conversion):
                 return
             if channel.copies:
                 raise ProtocolError(f"{peer.worker_id}: {len(channel.copies)} copies to it are still outstanding")
@@ -222,7 +224,7 @@ class Channels:
             del self._channels[peer]
         stage = None if conversion is None else self._stage_of(conversion)
         try:
-            self._channels[peer] = Channel(self._backend, description, stage)
+            self._channels[peer] = Channel(self._backend, ways, stage)
         except PostError as error:
             raise ProtocolError(f"mover_metadata: {error}") from error
         if stage is not None:
@@ -245,7 +247,7 @@ class Channels:
             copy.failure = f"{peer.worker_id} is not attached"
             self._report(copy)
             return
-        num_pages = channel.description.num_pages
+        num_pages = channel.num_pages
         if any(page >= num_pages for page in copy.dst):
             copy.failure = f"{peer.worker_id} has {num_pages} pages, granted page {max(copy.dst)}"
         elif channel.broken:
@@ -320,7 +322,7 @@ class Channels:
         if channel is None or not channel.broken or channel.copies:
             return
         try:
-            self.attach(peer, channel.description, channel.conversion)
+            self.attach(peer, channel.ways, channel.conversion)
         except ProtocolError as error:
             logger.warning("%s cannot be opened anew: %s", peer.worker_id, error)
 

@@ -21,6 +21,7 @@ from pdserve.kvtransfer.conversion import Conversion
 from pdserve.kvtransfer.copies import Copy, OnStopped
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import PairSpeed, until_read
+from pdserve.kvtransfer.ways import ways_to
 from pdserve.protocol.page_tables import Pages
 
 logger = logging.getLogger(__name__)
@@ -72,9 +73,22 @@ class Mover:
         """A number that changes whenever the thread comes round; None while it has nothing to do."""
         return None if self._is_resting else self._turn
 
+    @property
+    def turns(self) -> tuple[int | None, ...]:
+        """Return the turn of each thread that moves pages."""
+        return (self.turn,)
+
+    @property
+    def description(self) -> Description:
+        return self.region.description(self._backend.metadata)
+
     def describe(self) -> bytes:
         """Return what another process needs to write here; opaque to all but movers of the same name."""
-        return self._backend.region.description(self._backend.metadata).encode()
+        return self.description.encode()
+
+    def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
+        """Return the position of the first page here whose digest differs, or None."""
+        return self.region.first_mismatch(pages, digests)
 
     def attach(self, peer: Peer, description: bytes, conversion: Conversion | None = None) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.
@@ -84,12 +98,10 @@ class Mover:
         A peer to which a copy has failed is opened anew by the next copy, or by attaching it again, once no copy to it
         is outstanding.
         """
-        there = Description.decode(description)
-        sent_bytes = self._backend.region.page_bytes if conversion is None else conversion.page_bytes
-        if there.page_bytes != sent_bytes:
-            raise ProtocolError(f"page_bytes: {there.page_bytes} there, {sent_bytes} here")
+        sent_bytes = self.region.page_bytes if conversion is None else conversion.page_bytes
+        ways = ways_to(description, self.region, sent_bytes)
         attached: Future[None] = Future()
-        self._order(partial(self._channels.attach, peer, there, conversion), attached)
+        self._order(partial(self._channels.attach, peer, ways, conversion), attached)
         attached.result()
 
     def write(self, peer: Peer, handoff: AttemptKey, src: Pages, dst: Pages) -> None:

@@ -2,12 +2,13 @@
 
 Digests are 64 bits a page. They find torn and foreign pages, not forgeries. Both ends of a hand-off take the same kind:
 it is part of what their layouts must agree on. `xxh3` is the fastest on a CPU; `splitmix64` is what a GPU computes in
-place (`kernels.pageio.page_digests`).
+place (`kernels.pageio.page_digests`); `xxh3_runs` is a sum over the runs of a page, so that ranks with memory of their
+own add theirs, however they divide pages.
 """
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import xxhash
 
 from pdserve.base.errors import ProtocolError
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.page_tables import Pages
 
 ByteRows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
@@ -33,6 +35,11 @@ _VERSION = 1
 _HEADER = struct.Struct("!4sHiQQQQQI")
 _HOST = -1
 
+_RANKS_MAGIC = b"PDKR"
+_RANKS = struct.Struct("!4sHH")  # magic, version, number of ranks
+_RANK = struct.Struct("!IIIII")  # layers and heads of a rank's share, bytes of its description
+MAX_RANKS = 1024
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
@@ -47,6 +54,7 @@ class Region:
     probe_address: int
     digests: TakeDigests
     gpu: int | None = None  # whose memory it is; None: the host's
+    share: Share | None = None  # of each page that lies here; None: all of it
 
     @classmethod
     def of(cls, view: ByteRows) -> "Region":
@@ -55,6 +63,12 @@ class Region:
             raise ValueError("view: pages do not follow one another")
         probe = np.zeros((num_probe_rows(view.shape[1]), view.shape[1]), np.uint8)
         return cls(view, probe, view.ctypes.data, probe.ctypes.data, partial(_xxh3, view))
+
+    @classmethod
+    def of_rank(cls, view: ByteRows, share: Share, whole: Share) -> "Region":
+        """Return the region of a rank with memory of its own, which holds its share of each whole page."""
+        digests = partial(_xxh3_runs, view, share.run_numbers(whole))
+        return replace(cls.of(view), digests=digests, share=share)
 
     @property
     def num_pages(self) -> int:
@@ -66,8 +80,7 @@ class Region:
 
     def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
         """Return the position of the first page whose digest differs, or None."""
-        found = zip(self.digests(pages), digests, strict=True)
-        return next((position for position, (mine, theirs) in enumerate(found) if mine != theirs), None)
+        return first_difference(self.digests(pages), digests)
 
     def description(self, metadata: bytes = b"") -> "Description":
         pages = (self.address, self.num_pages, self.page_bytes)
@@ -111,6 +124,44 @@ class Description:
         return cls(address, num_pages, page_bytes, probe[0], probe[1], metadata, None if gpu == _HOST else gpu)
 
 
+def encode_ranks(ranks: Sequence[tuple[Share, Description]]) -> bytes:
+    """Return what another process needs to write to ranks with memory of their own."""
+    parts = [_RANKS.pack(_RANKS_MAGIC, _VERSION, len(ranks))]
+    for share, description in ranks:
+        encoded = description.encode()
+        parts += (_RANK.pack(*share.layers, *share.heads, len(encoded)), encoded)
+    return b"".join(parts)
+
+
+def decode_ranks(data: bytes) -> tuple[tuple[Share, Description], ...]:
+    """Return what a peer described; ProtocolError says what is wrong with it."""
+    if not _RANKS.size <= len(data) <= MAX_DESCRIPTION_BYTES:
+        raise ProtocolError(f"mover_metadata: {len(data)} bytes")
+    magic, version, count = _RANKS.unpack_from(data)
+    if (magic, version) != (_RANKS_MAGIC, _VERSION) or not 1 <= count <= MAX_RANKS:
+        raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, with {count} ranks")
+    ranks, place = list[tuple[Share, Description]](), _RANKS.size
+    for _ in range(count):
+        if len(data) < place + _RANK.size:
+            raise ProtocolError(f"mover_metadata: {len(data)} bytes for {count} ranks")
+        *spans, num_bytes = _RANK.unpack_from(data, place)
+        place += _RANK.size
+        share = Share((spans[0], spans[1]), (spans[2], spans[3]))
+        ranks.append((share, Description.decode(data[place : place + num_bytes])))
+        place += num_bytes
+    if place != len(data):
+        raise ProtocolError(f"mover_metadata: {len(data)} bytes, its ranks take {place}")
+    if len({description.num_pages for _, description in ranks}) > 1:
+        raise ProtocolError("mover_metadata: its ranks differ in their number of pages")
+    return tuple(ranks)
+
+
+def first_difference(found: Sequence[int], digests: Sequence[int]) -> int | None:
+    """Return the position of the first of these digests that differ, or None."""
+    pairs = enumerate(zip(found, digests, strict=True))
+    return next((position for position, (mine, theirs) in pairs if mine != theirs), None)
+
+
 def num_probe_rows(page_bytes: int) -> int:
     return max(1, PROBE_BYTES // page_bytes)
 
@@ -118,3 +169,11 @@ def num_probe_rows(page_bytes: int) -> int:
 def _xxh3(view: ByteRows, pages: Pages) -> tuple[int, ...]:
     """XXH3, seed 0. Other threads run meanwhile."""
     return tuple(xxhash.xxh3_64_intdigest(view[page]) for page in pages)
+
+
+def _xxh3_runs(view: ByteRows, numbers: Sequence[int], pages: Pages) -> tuple[int, ...]:
+    """Return of each page the sum of XXH3 over the runs that lie here, each with its number in a whole page as seed."""
+    length = view.shape[1] // len(numbers)
+    places = [(slice(place * length, (place + 1) * length), number) for place, number in enumerate(numbers)]
+    rows = [memoryview(view[page]) for page in pages]
+    return tuple([sum([xxhash.xxh3_64_intdigest(row[run], seed) for run, seed in places]) % (1 << 64) for row in rows])

@@ -140,14 +140,8 @@ def _check_layouts(source: KvLayout, target: KvLayout) -> None:
 
 
 def of_parts(digests: Sequence[Digests]) -> Digests:
-    """Return the digests of pages from those of their parts, one after the other. Parts that change places are found.
-
-    The weights are odd, so no bit of a part's digest is lost modulo 2^64. That of a page of one part is its part's.
-    """
-    if len(digests) == 1:
-        return digests[0]
-    pages = zip(*digests, strict=True)
-    return tuple([sum([(2 * part + 1) * each for part, each in enumerate(page)]) % (1 << 64) for page in pages])
+    """Return the digests of pages from those of their parts, which add (`xxh3_runs`), whoever holds which part."""
+    return tuple([sum(page) % (1 << 64) for page in zip(*digests, strict=True)])
 
 
 def mint_capability(key: bytes, handoff: AttemptKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:

@@ -3,14 +3,24 @@
 One thread calls all of it, except `cut`. Page indices past the last page are those of probe memory.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from pdserve.base.ids import Peer
 from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.routes import Route, Rows
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Memory of a peer, and which part of each page goes there."""
+
+    there: Description
+    route: Route | None = None  # None: whole pages
 
 
 class PostError(Exception):
@@ -68,7 +78,7 @@ class Backend(Protocol):
         """Let what others write here advance; return in how many seconds again. None: it advances by itself."""
         ...
 
-    def connect(self, description: Description, source: Region) -> Connection:
+    def connect(self, way: Way, source: Region) -> Connection:
         """Prepare writes to a peer's region; PostError if it cannot be reached.
 
         source: what is written, the backend's own region or another one with pages of the peer's size. That one stays
@@ -86,3 +96,11 @@ class Backend(Protocol):
     def close(self, *, in_flight: bool) -> None:
         """Stop. `in_flight`: some transfers have not ended, and what they use must stay until the process ends."""
         ...
+
+
+def row_indices(pages: Indices, rows: Rows, num_pages: int) -> Indices:
+    """Return which rows of a region of so many pages a route names by its pages. Rows of probe memory follow them."""
+    if len(pages) and pages[0] >= num_pages:
+        return pages + np.int32(num_pages * (rows.per_page - 1))
+    firsts = pages * np.int32(rows.per_page) + np.int32(rows.first)
+    return (firsts[:, None] + np.arange(rows.count, dtype=np.int32)).ravel()

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pdserve.base.ids import Peer
-from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, TransferLostError
+from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, TransferLostError, Way
 from pdserve.kvtransfer.backends.pairing import (
     READER,
     REGION_BYTES,
@@ -75,7 +75,9 @@ class CollectiveBackend:
     def progress(self) -> None:
         """Do nothing: each writer has a thread here."""
 
-    def connect(self, description: Description, source: Region) -> Connection:
+    def connect(self, way: Way, source: Region) -> Connection:
+        assert way.route is None, "settings refuse ranks with memory of their own"
+        description = way.there
         region, address = description.metadata[:REGION_BYTES], description.metadata[REGION_BYTES:]
         host, _, port = address.decode(errors="replace").rpartition(":")
         if not host or not port.isdigit():

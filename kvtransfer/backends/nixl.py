@@ -17,9 +17,10 @@ import numpy as np
 
 from pdserve.base.errors import ConfigError, InvariantError
 from pdserve.base.ids import Peer
-from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, TransferLostError
+from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, TransferLostError, Way, row_indices
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.routes import Rows
 
 try:
     import nixl_cu13._bindings as nixl  # whose UCX wants the CUDA runtime of torch for CUDA 13
@@ -47,10 +48,11 @@ class NixlBackend:
         """
         self.region = region  # stays alive while UCX may read it
         self._has_thread = region.gpu is None if has_thread is None else has_thread
-        self.agent = start_agent(
-            f"{me.worker_id}-{me.incarnation:016x}", network, gpu=region.gpu is not None, has_thread=self._has_thread
-        )
-        self._sources: dict[Region, tuple[nixl.nixlRegDList, int]] = {}  # registered memory, and the list of its pages
+        own = "" if region.share is None else f"-{region.share.layers}-{region.share.heads}"
+        name = f"{me.worker_id}-{me.incarnation:016x}{own}"  # each rank with memory of its own has an agent
+        self.agent = start_agent(name, network, gpu=region.gpu is not None, has_thread=self._has_thread)
+        self._sources: dict[Region, nixl.nixlRegDList] = {}  # registered memory
+        self._lists: dict[tuple[Region, Rows | None], int] = {}  # of its pages, or of what a route takes of them
         self.prepared(region)
         self.metadata: bytes = self.agent.getLocalMD()
         if not self.metadata:
@@ -68,24 +70,27 @@ class NixlBackend:
         self.agent.getNotifs({})
         return PROGRESS_S
 
-    def prepared(self, source: Region) -> int:
-        """Return the handle of the list of a region's pages, which is registered before its first use."""
+    def prepared(self, source: Region, rows: Rows | None = None) -> int:
+        """Return the handle of the list of a region's rows, or pages. It is registered before its first use."""
+        here = source.description()
         if source not in self._sources:
-            here = source.description()
-            segment, runs = _memory_of(here)
-            whole = [(address, row_bytes * rows, gpu, "") for address, row_bytes, gpu, _, rows in runs]
-            memory = nixl.nixlRegDList(segment, whole)
+            segment, runs = _memory_of(here, None)
+            whole = [(address, row_bytes * count, gpu, "") for address, row_bytes, gpu, _, count in runs]
+            memory = self._sources[source] = nixl.nixlRegDList(segment, whole)
             self.agent.registerMem(memory, [])
-            self._sources[source] = memory, self._prepare(nixl.NIXL_INIT_AGENT, here)
-        return self._sources[source][1]
+        if (source, rows) not in self._lists:
+            self._lists[source, rows] = self._prepare(nixl.NIXL_INIT_AGENT, here, rows)
+        return self._lists[source, rows]
 
-    def connect(self, description: Description, source: Region) -> Connection:
+    def connect(self, way: Way, source: Region) -> Connection:
+        theirs, ours = (None, None) if way.route is None else (way.route.target, way.route.source)
         try:
-            peer = self.agent.loadRemoteMD(description.metadata).decode()
+            peer = self.agent.loadRemoteMD(way.there.metadata).decode()
         except _ERRORS as error:
             raise PostError(_reason(error)) from error
         try:
-            return _Connection(self, peer, self._prepare(peer, description), self.prepared(source))
+            handles = self._prepare(peer, way.there, theirs), self.prepared(source, ours)
+            return _Connection(self, peer, *handles, way, source.num_pages)
         except _ERRORS as error:
             self.disconnect(peer)
             raise PostError(_reason(error)) from error
@@ -95,9 +100,9 @@ class NixlBackend:
         with suppress(nixl.nixlNotFoundError):
             self.agent.invalidateRemoteMD(peer)
 
-    def _prepare(self, agent: str, memory: Description) -> int:
-        """Return the handle of a prepared list: descriptor i is page i, then come the rows of probe memory."""
-        segment, runs = _memory_of(memory)
+    def _prepare(self, agent: str, memory: Description, rows: Rows | None) -> int:
+        """Return the handle of a prepared list of pages, or of a route's rows; then come the rows of probe memory."""
+        segment, runs = _memory_of(memory, rows)
         handle: int = self.agent.prepXferDlist(agent, segment, np.array(runs, np.uint64), [])
         return handle
 
@@ -111,8 +116,9 @@ class NixlBackend:
 
     def close(self, *, in_flight: bool) -> None:
         if not in_flight:
-            for memory, pages in self._sources.values():
+            for pages in self._lists.values():
                 self.agent.releasedDlistH(pages)
+            for memory in self._sources.values():
                 self.agent.deregisterMem(memory, [])
             del self.agent
 
@@ -125,9 +131,14 @@ class _Connection:
     _peer: str
     _pages: int  # handle of the list
     _source: int  # handle of the list of what is written
+    _way: Way
+    _num_pages: int  # of the source
 
     def post(self, src: Indices, dst: Indices) -> "_Transfer | None":
         self._backend.inject_fault()
+        if (route := self._way.route) is not None:
+            src = row_indices(src, route.source, self._num_pages)
+            dst = row_indices(dst, route.target, self._way.there.num_pages)
         agent = self._backend.agent
         try:
             handle: int = agent.makeXferReq(nixl.NIXL_WRITE, self._source, src, self._pages, dst, "", [])
@@ -188,15 +199,16 @@ def start_agent(name: str, network: Network, *, gpu: bool, has_thread: bool = Tr
     return agent
 
 
-def _memory_of(memory: Description) -> tuple[nixl.nixl_mem_t, list[tuple[int, int, int, int, int]]]:
+def _memory_of(memory: Description, rows: Rows | None) -> tuple[nixl.nixl_mem_t, list[tuple[int, int, int, int, int]]]:
     """Return which kind of memory pages and probe memory are, and a strided run for each.
 
-    A run is (address, row bytes, GPU, bytes from row to row, rows).
+    A run is (address, row bytes, GPU, bytes from row to row, rows). rows: of pages, and of probe memory as many bytes.
     """
     segment, gpu = (nixl.DRAM_SEG, 0) if memory.gpu is None else (nixl.VRAM_SEG, memory.gpu)
     size = memory.page_bytes
-    pages = (memory.address, size, gpu, size, memory.num_pages)
-    return segment, [pages, (memory.probe_address, size, gpu, size, memory.num_probe_pages)]
+    rows = rows or Rows(0, size, size, 1, 0, 1)
+    pages = (memory.address + rows.offset, rows.length, gpu, rows.stride, memory.num_pages * rows.per_page)
+    return segment, [pages, (memory.probe_address, rows.length * rows.count, gpu, size, memory.num_probe_pages)]
 
 
 def _reason(error: Exception) -> str:

@@ -19,12 +19,12 @@ from time import perf_counter, thread_time
 import numpy as np
 
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
-from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer
+from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer, Way
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.region import Region
 from pdserve.measure.tables import compared, output
 
 WRITER, TARGET = (Peer(WorkerId(f"benchmark-{name}"), Incarnation(1)) for name in ("writer", "target"))
@@ -64,8 +64,8 @@ class _TimedBackend(NixlBackend):
 
     clock_s = cpu_s = 0.0
 
-    def connect(self, description: Description, source: Region) -> Connection:
-        return _TimedConnection(self, super().connect(description, source))
+    def connect(self, way: Way, source: Region) -> Connection:
+        return _TimedConnection(self, super().connect(way, source))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

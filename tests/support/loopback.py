@@ -2,11 +2,16 @@
 
 import secrets
 
+import numpy as np
+
 from pdserve.base.ids import Peer
-from pdserve.kvtransfer.backends.backend import Indices, PostError
+from pdserve.kvtransfer.backends.backend import Indices, PostError, Way, row_indices
 from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.routes import Rows
+
+ByteRow = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _regions: dict[bytes, Region] = {}  # of every loopback backend in this process, by its metadata
 
@@ -26,10 +31,10 @@ class LoopbackBackend:
     def progress(self) -> None:
         pass
 
-    def connect(self, description: Description, source: Region) -> "LoopbackConnection":
-        if description.metadata not in _regions:
+    def connect(self, way: Way, source: Region) -> "LoopbackConnection":
+        if way.there.metadata not in _regions:
             raise PostError("no such region in this process")
-        return LoopbackConnection(source, description.metadata)
+        return LoopbackConnection(source, way)
 
     def cut(self, peer: Peer) -> None:
         pass
@@ -39,14 +44,20 @@ class LoopbackBackend:
 
 
 class LoopbackConnection:
-    def __init__(self, source: Region, target: bytes) -> None:
+    def __init__(self, source: Region, way: Way) -> None:
         self._source = source
-        self._target = target
+        self._way = way
 
     def post(self, src: Indices, dst: Indices) -> None:
-        region = _regions.get(self._target)
+        region = _regions.get(self._way.there.metadata)
         if region is None:
             raise PostError("the region is gone")
+        if (route := self._way.route) is not None:
+            ends = (self._source, src, route.source), (region, dst, route.target)
+            (source_rows, target_rows) = (rows_of(*end) for end in ends)
+            for source_row, target_row in zip(source_rows, target_rows, strict=True):
+                target_row[:] = source_row
+            return
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             _row(region, target)[:] = _row(self._source, source)
 
@@ -56,6 +67,15 @@ class LoopbackConnection:
 
 def _row(region: Region, index: int) -> object:
     return region.view[index] if index < region.num_pages else region.probe[index - region.num_pages]
+
+
+def rows_of(region: Region, pages: Indices, rows: Rows) -> list[ByteRow]:
+    """Return the rows that a route names by these pages."""
+    memory, num_pages = region.view.reshape(-1), region.num_pages
+    if pages[0] >= num_pages:
+        return [region.probe[page - num_pages][: rows.length * rows.count] for page in pages]
+    firsts = [rows.offset + index * rows.stride for index in row_indices(pages, rows, num_pages).tolist()]
+    return [memory[first : first + rows.length] for first in firsts]
 
 
 def loopback_mover(region: Region, on_stopped: OnStopped) -> Mover:

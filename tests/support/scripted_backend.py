@@ -10,7 +10,7 @@ import numpy as np
 
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
-from pdserve.kvtransfer.backends.backend import Indices, PostError
+from pdserve.kvtransfer.backends.backend import Indices, PostError, Way
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
@@ -79,7 +79,7 @@ class ScriptedBackend:
     def progress(self) -> None:
         pass
 
-    def connect(self, description: Description, source: Region) -> Connection:
+    def connect(self, way: Way, source: Region) -> Connection:
         if self.breaks:
             raise ZeroDivisionError
         self.sources.append(source)

@@ -13,11 +13,11 @@ from stream_ends import Heard
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.base.roles import Role
-from pdserve.kvtransfer.backends.backend import Indices
+from pdserve.kvtransfer.backends.backend import Indices, Way
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import HEARTBEAT_S, OutgoingEvent, StartCopy
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Introduction
 from pdserve.kvtransfer.speed import Probes
@@ -54,7 +54,7 @@ class HangingBackend:
     def progress(self) -> None:
         pass
 
-    def connect(self, description: Description, source: Region) -> "HangingBackend":
+    def connect(self, way: Way, source: Region) -> "HangingBackend":
         return self
 
     def post(self, src: Indices, dst: Indices) -> "HangingBackend":

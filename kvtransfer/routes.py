@@ -1,0 +1,106 @@
+"""Which bytes of a page each rank of a sender writes into the memory of which rank of a receiver. Decides; does no I/O.
+
+Invariant: together, the ranks of a sender write each byte of each page once, into the memory of one rank.
+
+A page is a run of bytes for each layer, for K and V, and for each KV head: the head's slots. A rank that has memory of
+its own holds the runs of its share, in the order `[layer][k|v][kv_head]`, and no others.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from pdserve.base.errors import ProtocolError
+from pdserve.base.values import value
+
+KV_PARTS = 2  # K and V: pages of latent rows or states are not divided
+
+Span = tuple[int, int]  # the first one, and the one behind the last
+
+
+@value
+class Share:
+    """What a rank holds of every page: some of the model's layers, and some KV heads of each."""
+
+    layers: Span
+    heads: Span
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def num_runs(self) -> int:
+        return self.num_layers * KV_PARTS * self.num_heads
+
+    def run_numbers(self, whole: "Share") -> tuple[int, ...]:
+        """Return of each run which one of a whole page it is. It is the same on whichever rank the run lies."""
+        rows = range(KV_PARTS * self.layers[0], KV_PARTS * self.layers[1])
+        return tuple([row * whole.num_heads + head for row in rows for head in range(*self.heads)])
+
+    def common(self, other: "Share") -> "Share | None":
+        """Return what two ranks both hold."""
+        layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
+        return None if layers is None or heads is None else Share(layers, heads)
+
+
+def _common(one: Span, other: Span) -> Span | None:
+    first, end = max(one[0], other[0]), min(one[1], other[1])
+    return (first, end) if first < end else None
+
+
+def whole_of(shares: Sequence[Share]) -> Share:
+    """Return all that the ranks of a worker hold together."""
+    return Share((0, max([each.layers[1] for each in shares])), (0, max([each.heads[1] for each in shares])))
+
+
+def check_shares(shares: Sequence[Share], whole: Share) -> None:
+    """Raise ProtocolError unless each run of a page is one rank's, and no other's."""
+    holds = all(min(each.num_layers, each.num_heads) > 0 and each.common(whole) == each for each in shares)
+    shared = any(one.common(other) for one, other in combinations(shares, 2))
+    if not holds or shared or sum([each.num_runs for each in shares]) != whole.num_runs:
+        raise ProtocolError("mover_metadata: its ranks do not hold each layer and KV head once")
+
+
+@value
+class Rows:
+    """Where a part of each page lies in one rank's memory: in rows of one length, at one distance."""
+
+    offset: int  # bytes from the first page to its first row
+    length: int  # bytes
+    stride: int  # bytes from row to row, also from the last one of a page to the first one of the next page
+    per_page: int
+    first: int  # of a page's rows, the first one that is meant
+    count: int  # and how many follow it, itself included
+
+
+@value
+class Route:
+    """The part of each page that goes from one rank to another one; as many rows, of one length, at both."""
+
+    source: Rows
+    target: Rows
+
+    @property
+    def page_bytes(self) -> int:
+        return self.source.length * self.source.count
+
+
+def routes(source: Share, targets: Sequence[Share], run_bytes: int) -> Iterator[tuple[int, Route]]:
+    """Yield each rank of a receiver, by its number, that gets something of what one rank of a sender holds."""
+    for number, target in enumerate(targets):
+        part = source.common(target)
+        if part is not None:
+            is_row = part.heads == source.heads == target.heads  # then neighbouring layers are one run
+            yield number, Route(*[_rows(share, part, run_bytes, is_row=is_row) for share in (source, target)])
+
+
+def _rows(share: Share, part: Share, run_bytes: int, *, is_row: bool) -> Rows:
+    stride, per_page = share.num_heads * run_bytes, KV_PARTS * share.num_layers
+    first, count = KV_PARTS * (part.layers[0] - share.layers[0]), KV_PARTS * part.num_layers
+    if is_row:
+        return Rows(first * stride, count * stride, per_page * stride, 1, 0, 1)
+    return Rows((part.heads[0] - share.heads[0]) * run_bytes, part.num_heads * run_bytes, stride, per_page, first, count)

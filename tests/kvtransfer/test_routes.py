@@ -1,0 +1,109 @@
+"""The ranks of a sender together write each byte of each page once, to where the receiver's ranks look for it."""
+
+import numpy as np
+import pytest
+from divided_pages import LAYERS, RUN_BYTES, WAYS_TO_DIVIDE, WHOLE, Divided, by_heads, by_layers, random_pages
+from loopback import rows_of
+
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import PageId
+from pdserve.kvtransfer.region import Description, Region, decode_ranks, encode_ranks
+from pdserve.kvtransfer.routes import Share, check_shares, routes, whole_of
+from pdserve.kvtransfer.session import of_parts
+
+SRC, DST = (np.array(pages, np.int32) for pages in ((5, 0, 3), (1, 4, 2)))
+PAGES = tuple([PageId(page) for page in SRC.tolist()])
+DESCRIPTION = Description(4096, 6, 192, 8192, 2, b"metadata")
+
+
+@pytest.mark.parametrize("target", WAYS_TO_DIVIDE)
+@pytest.mark.parametrize("source", WAYS_TO_DIVIDE)
+def test_each_byte_of_each_page_is_written_once_and_to_its_place(source: str, target: str) -> None:
+    ours, theirs = Divided.of(random_pages(6), WAYS_TO_DIVIDE[source]), Divided.of(random_pages(6, 2), WAYS_TO_DIVIDE[target])
+    wanted = theirs.whole()
+    wanted[DST] = ours.whole()[SRC]
+    num_bytes = 0
+    for region in ours.regions:
+        assert region.share is not None
+        for number, route in routes(region.share, theirs.shares, RUN_BYTES):
+            rows = rows_of(region, SRC, route.source), rows_of(theirs.regions[number], DST, route.target)
+            for here, there in zip(*rows, strict=True):
+                there[:] = here
+                num_bytes += len(here)
+    assert np.array_equal(theirs.whole(), wanted)
+    assert num_bytes == len(SRC) * WHOLE.num_runs * RUN_BYTES, "a byte was written twice"
+
+
+def test_neighbouring_layers_go_in_one_row_where_no_heads_are_parted() -> None:
+    (_, first), (_, second) = routes(WHOLE, by_layers(2), RUN_BYTES)
+    assert {first.source.count, first.target.count, second.source.count} == {1}
+    ((_, parted),) = routes(by_heads(2)[0], (WHOLE,), RUN_BYTES)
+    assert (parted.source.count, parted.page_bytes) == (2 * LAYERS, WHOLE.num_runs // 2 * RUN_BYTES)
+
+
+@pytest.mark.parametrize("divided", WAYS_TO_DIVIDE)
+def test_a_page_has_the_same_digest_however_it_is_divided(divided: str) -> None:
+    pages = random_pages(6)
+    parts = Divided.of(pages, WAYS_TO_DIVIDE[divided])
+    whole = Region.of_rank(pages, WHOLE, WHOLE)
+    digests = of_parts([region.digests(PAGES) for region in parts.regions])
+    assert digests == whole.digests(PAGES)
+    parts.parts[-1][3, -1] ^= 1
+    assert of_parts([region.digests(PAGES) for region in parts.regions])[:2] == digests[:2]
+    assert of_parts([region.digests(PAGES) for region in parts.regions])[2] != digests[2]
+
+
+def test_runs_that_change_places_change_the_digest_of_their_page() -> None:
+    pages = random_pages(6)
+    before = Region.of_rank(pages, WHOLE, WHOLE).digests(PAGES)
+    runs = pages.reshape(6, -1, RUN_BYTES)
+    runs[0, [7, 20]] = runs[0, [20, 7]]
+    after = Region.of_rank(pages, WHOLE, WHOLE).digests(PAGES)
+    assert [mine != theirs for mine, theirs in zip(before, after, strict=True)] == [False, True, False]
+
+
+@pytest.mark.parametrize("divided", WAYS_TO_DIVIDE)
+def test_ranks_that_hold_each_layer_and_head_once_are_a_worker(divided: str) -> None:
+    shares = WAYS_TO_DIVIDE[divided]
+    assert whole_of(shares) == WHOLE
+    check_shares(shares, WHOLE)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        by_heads(2)[:1],
+        (*by_heads(2), by_heads(2)[0]),
+        (WHOLE, WHOLE),
+        (Share((0, LAYERS), (0, 4)), Share((0, LAYERS), (3, 5))),
+        (Share((0, LAYERS), (0, 7)),),
+        (WHOLE, Share((2, 2), (0, 6))),
+        (*by_heads(2), Share((3, 1), (0, 6))),
+    ],
+)
+def test_ranks_that_hold_something_twice_or_lack_it_are_refused(shares: tuple[Share, ...]) -> None:
+    with pytest.raises(ProtocolError, match="do not hold each layer and KV head once"):
+        check_shares(shares, WHOLE)
+
+
+def test_what_ranks_describe_is_read_as_it_was_written() -> None:
+    ranks = tuple([(share, DESCRIPTION) for share in by_heads(3)])
+    assert decode_ranks(encode_ranks(ranks)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda data: data[:5], "5 bytes"),
+        (lambda data: data[:20], "20 bytes for 2 ranks"),
+        (lambda data: data + b"x", "its ranks take"),
+        (lambda data: b"PDKV" + data[4:], "PDKV"),
+        (lambda data: data[:6] + b"\0\0" + data[8:], "with 0 ranks"),
+        (lambda data: data[:6] + b"\0\3" + data[8:], "for 3 ranks"),
+        (lambda data: data[:-2], "bytes, its header says"),
+    ],
+)
+def test_ranks_that_are_described_wrongly_are_refused(change: object, problem: str) -> None:
+    data = encode_ranks([(share, DESCRIPTION) for share in by_heads(2)])
+    with pytest.raises(ProtocolError, match=problem):
+        decode_ranks(change(data))  # type: ignore[operator]

@@ -1,0 +1,68 @@
+"""Pages that are divided between ranks with memory of their own: by heads, by layers, or not at all."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdserve.kvtransfer.region import ByteRows, Region
+from pdserve.kvtransfer.routes import KV_PARTS, Share
+
+LAYERS, HEADS, RUN_BYTES = 4, 6, 32
+WHOLE = Share((0, LAYERS), (0, HEADS))
+
+
+def by_heads(num_ranks: int) -> tuple[Share, ...]:
+    """Divide heads as ranks do, also unevenly."""
+    ends = [rank * HEADS // num_ranks for rank in range(num_ranks + 1)]
+    return tuple([Share(WHOLE.layers, span) for span in zip(ends, ends[1:], strict=False)])
+
+
+def by_layers(num_stages: int) -> tuple[Share, ...]:
+    """Divide layers as stages do; the first rank is the last stage."""
+    ends = [stage * LAYERS // num_stages for stage in range(num_stages + 1)]
+    stages = [Share(span, WHOLE.heads) for span in zip(ends, ends[1:], strict=False)]
+    return (stages[-1], *stages[:-1])
+
+
+BOTH = tuple([Share(layers, heads) for layers in ((0, 1), (1, 4)) for heads in ((0, 4), (4, 6))])
+WAYS_TO_DIVIDE = {
+    "one rank": by_heads(1),
+    "two ranks": by_heads(2),
+    "three ranks": by_heads(3),
+    "four ranks": by_heads(4),
+    "two stages": by_layers(2),
+    "three stages": by_layers(3),
+    "stages of ranks": BOTH,
+}
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The same pages in the memory of each rank."""
+
+    shares: tuple[Share, ...]
+    parts: tuple[ByteRows, ...]  # of each rank: [num_pages, its bytes of a page]
+
+    @classmethod
+    def of(cls, pages: ByteRows, shares: tuple[Share, ...]) -> "Divided":
+        """Divide whole pages, element by element."""
+        whole = pages.reshape(len(pages), LAYERS, KV_PARTS, HEADS, RUN_BYTES)
+        cut = [whole[:, slice(*share.layers), :, slice(*share.heads)].reshape(len(pages), -1) for share in shares]
+        return cls(shares, tuple([np.ascontiguousarray(part) for part in cut]))
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple([Region.of_rank(part, share, WHOLE) for share, part in zip(self.shares, self.parts, strict=True)])
+
+    def whole(self) -> ByteRows:
+        """Put the parts together again."""
+        pages = np.zeros((len(self.parts[0]), LAYERS, KV_PARTS, HEADS, RUN_BYTES), np.uint8)
+        for share, part in zip(self.shares, self.parts, strict=True):
+            shape = (len(part), share.num_layers, KV_PARTS, share.num_heads, RUN_BYTES)
+            pages[:, slice(*share.layers), :, slice(*share.heads)] = part.reshape(shape)
+        return pages.reshape(len(pages), -1)
+
+
+def random_pages(num_pages: int, seed: int = 1) -> ByteRows:
+    size = (num_pages, WHOLE.num_runs * RUN_BYTES)
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
