@@ -16,7 +16,7 @@ from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.conversion import conversion_between
 from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverMessage, Sink
-from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.ranked_mover import AnyMover
 from pdserve.kvtransfer.session import FromSender, Hello, HelloAck, Introduction
 from pdserve.kvtransfer.wire import Request, Response
 from pdserve.net.certificates import Part
@@ -48,7 +48,7 @@ class HandoffClient:
     def __init__(
         self,
         me: Introduction,
-        mover: Mover,
+        mover: AnyMover,
         credentials: Credentials,
         sink: Sink[OutgoingEvent],
         tasks: asyncio.TaskGroup,

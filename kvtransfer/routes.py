@@ -103,4 +103,6 @@ def _rows(share: Share, part: Share, run_bytes: int, *, is_row: bool) -> Rows:
     first, count = KV_PARTS * (part.layers[0] - share.layers[0]), KV_PARTS * part.num_layers
     if is_row:
         return Rows(first * stride, count * stride, per_page * stride, 1, 0, 1)
-    return Rows((part.heads[0] - share.heads[0]) * run_bytes, part.num_heads * run_bytes, stride, per_page, first, count)
+    return Rows(
+        (part.heads[0] - share.heads[0]) * run_bytes, part.num_heads * run_bytes, stride, per_page, first, count
+    )

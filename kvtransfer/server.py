@@ -23,7 +23,7 @@ from pdserve.kvtransfer.doors import (
     SenderMessage,
     Sink,
 )
-from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.ranked_mover import AnyMover
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, Hello, HelloAck, Introduction
 from pdserve.kvtransfer.wire import Request, Response
@@ -61,7 +61,9 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets senders attach; one stream each, the latest."""
 
-    def __init__(self, me: Introduction, mover: Mover, sink: Sink[IncomingEvent], refused: Counter[PeerFault]) -> None:
+    def __init__(
+        self, me: Introduction, mover: AnyMover, sink: Sink[IncomingEvent], refused: Counter[PeerFault]
+    ) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._ack = wire.ack_to_proto(HelloAck(me, mover.describe()))
         self._sink = sink

@@ -6,7 +6,15 @@ Invariant: a slice has landed when it has on each of its ways. If it fails on on
 from collections.abc import Sequence
 
 from pdserve.base.errors import ProtocolError
-from pdserve.kvtransfer.backends.backend import Backend, Connection, Indices, PostError, Transfer, TransferLostError, Way
+from pdserve.kvtransfer.backends.backend import (
+    Backend,
+    Connection,
+    Indices,
+    PostError,
+    Transfer,
+    TransferLostError,
+    Way,
+)
 from pdserve.kvtransfer.region import Description, Region, decode_ranks
 from pdserve.kvtransfer.routes import routes
 
@@ -36,26 +44,28 @@ def ways_to(description: bytes, region: Region, sent_bytes: int) -> tuple[Way, .
 
 def connect(backend: Backend, ways: Sequence[Way], source: Region) -> Connection:
     """Prepare writes on all ways; PostError if one of them cannot be had."""
-    connections: list[Connection] = []
+    joined = _Joined()
     try:
         for way in ways:
-            connections.append(backend.connect(way, source))
+            joined.add(backend.connect(way, source))
     except PostError:
-        for connection in connections:
-            connection.close()
+        joined.close()
         raise
-    return connections[0] if len(connections) == 1 else _Joined(connections)
+    return joined if len(ways) > 1 else joined.connections[0]
 
 
 class _Joined:
     """Several connections as one."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self._connections = connections
+    def __init__(self) -> None:
+        self.connections: list[Connection] = []
+
+    def add(self, connection: Connection) -> None:
+        self.connections.append(connection)
 
     def post(self, src: Indices, dst: Indices) -> Transfer | None:
         under_way: list[Transfer] = []
-        for connection in self._connections:
+        for connection in self.connections:
             try:
                 transfer = connection.post(src, dst)
             except PostError as error:
@@ -67,7 +77,7 @@ class _Joined:
         return _Several(under_way) if under_way else None
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection in self.connections:
             connection.close()
 
 

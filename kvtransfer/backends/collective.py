@@ -42,7 +42,7 @@ from pdserve.kvtransfer.backends.pairing import (
     meet,
 )
 from pdserve.kvtransfer.backends.staging import HostRows, Rows
-from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.region import Region
 
 logger = logging.getLogger(__name__)
 

@@ -80,7 +80,8 @@ def by_layer(
         if group.has_states:
             states = make_states(kv, group, config.design.state_parts)
             continue
-        view = pages_of(kv, config, group, rows.width)[:, :, :, heads]
+        view = pages_of(kv, config, group, rows.width)
+        view = view if group.num_kv_heads else view[:, :, :, heads]
         of_group = tuple([ropes[layer] for layer in group.layers])
         for place, layer in enumerate(group.layers):
             if layer not in own_layers:
@@ -100,7 +101,8 @@ def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup],
     if len(groups) > 1:
         return num_pages, _page_elements(config, groups, width)
     (group,) = groups
-    return num_pages, group.num_layers, config.kv_parts, config.num_kv_heads, group.page_size, width
+    num_kv_heads = group.num_kv_heads or config.num_kv_heads
+    return num_pages, group.num_layers, config.kv_parts, num_kv_heads, group.page_size, width
 
 
 def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
@@ -119,7 +121,8 @@ def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int
 
 def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup, width: int) -> Tensor:
     """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
-    shape = (group.num_layers, config.kv_parts, config.num_kv_heads, group.page_size, width)
+    num_kv_heads = group.num_kv_heads or config.num_kv_heads
+    shape = (group.num_layers, config.kv_parts, num_kv_heads, group.page_size, width)
     return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)
 
 

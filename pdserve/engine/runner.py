@@ -40,7 +40,7 @@ from pdserve.kernels.cpu.library import DTYPES, library
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.layer_groups import LayerGroup, layer_groups
+from pdserve.model.layer_groups import LayerGroup, held_by, layer_groups
 from pdserve.model.parallel import own_part
 from pdserve.model.sharding import part_of
 from pdserve.model.taps import Tap
@@ -72,6 +72,14 @@ class LaunchingRunner(EngineRunner, Protocol):
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; its pages are then written. May be called beside `start`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """Zeroed memory for the pages of one of several ranks."""
+
+    memory: Tensor  # bytes
+    are_own: bool = False  # they have its own layers and KV heads alone; else those of all ranks, which share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +159,21 @@ class Runner:
         num_pages: int,
         page_size: int,
         eos_token_ids: Seq[int] | None = None,
-        memory: Tensor | None = None,
+        pages: RankPages | None = None,
         code: KvCode | None = None,
     ) -> None:
         """Set up `num_pages` pages; those of the smallest group of layers have `page_size` tokens.
 
-        eos_token_ids: the model config's unless given. memory: bytes for the pages of all ranks, zeroed.
+        eos_token_ids: the model config's unless given. pages: of one of several ranks.
         code: the form of K and V; the model's type unless given.
         """
         config = model.config
         self.groups = layer_groups(config, page_size)
+        if pages is not None and pages.are_own:
+            self.groups = held_by(model.rank, config, self.groups)
         rows = KvRows(config.head_dim, model.dtype, code)
         size, dtype = pool_size(config, num_pages, self.groups, rows.width), rows.pool_dtype
-        self.kv = zeroed(size, dtype, model.device) if memory is None else memory.view(dtype).view(size)
+        self.kv = zeroed(size, dtype, model.device) if pages is None else pages.memory.view(dtype).view(size)
         self.model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups, rows)
@@ -207,7 +217,10 @@ class Runner:
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """Do this rank's part of a step of another rank, which copies pages and samples."""
+        """Do this rank's part of a step of another rank, which samples."""
+        copy_pages(self.kv, plan.copies)
+        if not plan.chunks:
+            return
         batch = Batch.of(plan, self._pool)
         if (batch.scored or batch.pooled) and self.model.rank.is_last:
             self._beside(batch)

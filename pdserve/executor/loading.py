@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
+from pdserve.executor.rank_memory import check_own_memory, regions_of
 from pdserve.executor.ranked import Followers, RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
@@ -71,6 +72,9 @@ def _load(
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
     named = weights_hash(form, drafts)
     layout = describe_layout(checkpoint.config, named, config.page_size, code or form.dtype, config.device)
+    if has_own_memory := config.rank_memory == "own":
+        layout = replace(layout, page_digest="xxh3_runs")
+        check_own_memory(checkpoint.config, layout, config.degrees)
     if config.device in KERNEL_DEVICES:
         _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
     num_pages = pages_asked_for(config, layout, device)
@@ -78,7 +82,7 @@ def _load(
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
-        executor = _ranked(config, form, (num_pages, layout.page_bytes), thread, progress)
+        executor = _ranked(config, form, (num_pages, layout), thread, progress)
         return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
     model = load_form(config, form, device, None, progress)
     if num_pages is None:
@@ -91,21 +95,23 @@ def _load(
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
-    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter), layout, limits)
+    memory = runner.kv.view(torch.uint8).view(-1)
+    regions = regions_of([memory], config.degrees, layout) if has_own_memory else None
+    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter, regions), layout, limits)
 
 
 def _ranked(
-    config: WorkerConfig, form: Form, pages: tuple[int, int], thread: ThreadPoolExecutor, progress: Progress
+    config: WorkerConfig, form: Form, pages: tuple[int, KvLayout], thread: ThreadPoolExecutor, progress: Progress
 ) -> RankedExecutor:
-    """Start the other ranks, and load this one beside them. pages: how many, and the bytes of each."""
-    num_pages, page_bytes = pages
-    followers = Followers(config, form, num_pages, page_bytes)
+    """Start the other ranks, and load this one beside them. pages: how many, and what they have."""
+    num_pages, layout = pages
+    followers = Followers(config, form, num_pages, layout)
     try:
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
         eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
         runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
         followers.meet()
-        _check_memory(config, num_pages * page_bytes)  # beside all of their parts
+        _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
         name = f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
         return RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:

@@ -29,13 +29,18 @@ class LocalExecutor:
         device_name: str = "",
         step_s: float = 0.0,
         drafter: Drafter | None = None,
+        regions: tuple[Region, ...] | None = None,
     ) -> None:
-        """`thread`: one thread, which `close` ends. With `step_s` steps are paced, one by one."""
+        """`thread`: one thread, which `close` ends. With `step_s` steps are paced, one by one.
+
+        regions: of ranks with memory of their own; else there is one.
+        """
         view = runner.kv.view(torch.uint8).view(len(runner.kv), -1)
         is_on_host = view.device.type == "cpu"
         self.device_name = device_name
-        self.regions: tuple[Region, ...] = (Region.of(view.numpy()) if is_on_host else device_region(view),)
-        pools = [view] if drafter is None else [view, *drafter.own_memory]
+        self.regions = regions or (Region.of(view.numpy()) if is_on_host else device_region(view),)
+        pools = [torch.as_tensor(region.view) for region in self.regions]
+        pools += [] if drafter is None else drafter.own_memory
         self._pages_on_host = pools if is_on_host else []
         self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
         run = verifying(runner.run)

@@ -34,7 +34,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(connected: socket.socket) -> None:
-    from pdserve.executor.rank_frames import Channel, Ended, Part, Setup, plan_of  # noqa: PLC0415 - see `_load`
+    from pdserve.executor.rank_frames import Channel, Ended, Setup, Step, plan_of  # noqa: PLC0415 - see `_load`
 
     channel = Channel(connected)
     with suppress(EOFError, OSError):
@@ -54,9 +54,9 @@ def _serve(connected: socket.socket) -> None:
             return
         channel.send(Ended())
         while True:
-            parts = channel.receive(list[Part])
+            step = channel.receive(Step)
             try:
-                runner.follow(plan_of(parts))
+                runner.follow(plan_of(step))
                 ranks.check()
             except Exception as error:
                 logger.exception("a step failed")

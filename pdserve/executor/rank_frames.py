@@ -1,6 +1,7 @@
 """What rank 0 and the processes of other ranks say to each other, packed, and the socket that carries it.
 
-A step is its plan without what only rank 0 does: no sampling parameters, no texts, no page copies.
+A step is its plan without what only rank 0 does: no sampling parameters, no texts. Page copies are told to ranks with
+memory of their own.
 """
 
 import socket
@@ -28,7 +29,7 @@ class Setup(msgspec.Struct, array_like=True):
     index: int
     size: int
     slots: int  # the descriptor of the memory in which ranks add
-    pages: int  # and of that of pages
+    pages: int  # and of that of pages, of all ranks or of this one
     num_pages: int
     has_library: bool  # rank 0, which adds as all others do
 
@@ -47,6 +48,13 @@ class Part(msgspec.Struct, array_like=True):
     pooling: Pooling | None = None
 
 
+class Step(msgspec.Struct, array_like=True):
+    """A step, or the copies of pages before it."""
+
+    parts: list[Part]
+    copies: list[tuple[int, int]] = []
+
+
 class Ended(msgspec.Struct, array_like=True):
     """A rank is ready, or has done its part of a step."""
 
@@ -54,7 +62,7 @@ class Ended(msgspec.Struct, array_like=True):
     is_refusal: bool = False  # the operator can mend it
 
 
-Message = TypeVar("Message", Setup, list[Part], Ended, bytes)
+Message = TypeVar("Message", Setup, Step, Ended, bytes)
 
 
 class Channel:
@@ -63,7 +71,7 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
 
-    def send(self, message: Setup | list[Part] | Ended | bytes) -> None:
+    def send(self, message: Setup | Step | Ended | bytes) -> None:
         """Send a message; OSError where the other end is gone."""
         packed = msgspec.msgpack.encode(message)
         self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
@@ -91,9 +99,9 @@ class Channel:
         return received
 
 
-def parts_of(plan: StepPlan) -> list[Part]:
-    """Return a step's chunks, as other ranks need them."""
-    return [
+def step_of(plan: StepPlan) -> Step:
+    """Return a step as other ranks need it."""
+    parts = [
         Part(
             token_ids=list(chunk.token_ids),
             start=chunk.start,
@@ -107,11 +115,13 @@ def parts_of(plan: StepPlan) -> list[Part]:
         )
         for chunk in plan.chunks
     ]
+    return Step(parts, list(plan.copies))
 
 
-def plan_of(parts: list[Part]) -> StepPlan:
+def plan_of(step: Step) -> StepPlan:
     """Return what a rank computes of such a step."""
-    return StepPlan(tuple([_chunk(part) for part in parts]))
+    copies = tuple([(PageId(source), PageId(target)) for source, target in step.copies])
+    return StepPlan(tuple([_chunk(part) for part in step.parts]), copies)
 
 
 def _chunk(part: Part) -> Chunk:

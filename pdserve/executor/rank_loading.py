@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import RankPages, Runner
 from pdserve.executor.form import choose_form, load_form
 from pdserve.executor.rank_frames import Channel, Setup
+from pdserve.executor.rank_memory import mapped_pages
 from pdserve.executor.rank_sums import Ranks, ranks_of
-from pdserve.executor.shared_pages import mapped_pages
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.weights import Rank
@@ -29,5 +29,6 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
     ranks = ranks_of(Rank.at(setup.index, config.degrees), mapped_pages(setup.slots), [channel], config.stalled_step_s)
     form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
     model = load_form(config, form, torch.device("cpu"), ranks)
-    runner = Runner(model, setup.num_pages, config.page_size, memory=mapped_pages(setup.pages))
+    pages = RankPages(mapped_pages(setup.pages), are_own=config.rank_memory == "own")
+    runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
     return runner, ranks

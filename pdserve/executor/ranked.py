@@ -6,8 +6,9 @@ rank 0 is the last one, which samples, rank 1 the first one, and so on.
 Invariant: a step is over when it is over on all ranks; until then nobody reads the pages that it writes. A rank that
 fails or ends is a broken device: this process ends, and the kernel ends its children with it.
 
-All ranks share one memory for pages, in which each writes its own heads, or its own layers. So rank 0 alone has a
-mover, and its pages are those of a worker with one rank.
+By default all ranks share one memory for pages, in which each writes its own heads, or its own layers. So rank 0 alone
+has a mover, and its pages are those of a worker with one rank. Where each rank has memory of its own, with its heads or
+layers alone, there is a region for each, and pages are copied on all ranks.
 """
 
 import logging
@@ -20,23 +21,23 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
-from torch import Tensor
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import RankPages, Runner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
-from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
+from pdserve.executor.rank_frames import Channel, Ended, Setup, step_of
+from pdserve.executor.rank_memory import mapped_pages, new_pages, regions_of, share_of, shares_of
 from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
-from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
 from pdserve.model.weights import Rank
+from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ STUCK_S = 2.0  # for a rank whose part takes no longer than that which has faile
 class Followers:
     """The processes of all ranks but the first. For one thread; they end when it does."""
 
-    def __init__(self, config: WorkerConfig, form: Form, num_pages: int, page_bytes: int) -> None:
+    def __init__(self, config: WorkerConfig, form: Form, num_pages: int, layout: KvLayout) -> None:
         """Start them; they load their parts meanwhile."""
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
@@ -57,9 +58,15 @@ class Followers:
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
         check_library(degrees)
         size = degrees.num_ranks
-        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(degrees))
+        self._has_own = config.rank_memory == "own"
+        page_bytes = [layout.page_bytes]  # of one memory, or of each rank's
+        if self._has_own:
+            run_bytes = layout.page_bytes // share_of(Rank(), layout).num_runs
+            page_bytes = [share.num_runs * run_bytes for share in shares_of(degrees, layout)]
+        slots, memories = new_pages(slots_bytes(degrees)), [new_pages(num_pages * each) for each in page_bytes]
         try:
             for index in range(1, size):
+                memory = memories[index % len(memories)]
                 child = _started(memory, slots)
                 self._children.append(child)
                 watched = index, child[0]
@@ -71,7 +78,9 @@ class Followers:
             self.close()
             raise
         finally:
-            self.pages: Tensor = mapped_pages(memory)
+            mapped = list(map(mapped_pages, memories))
+            self.pages = RankPages(mapped[0], self._has_own)
+            self.regions = regions_of(mapped, degrees, layout) if self._has_own else None
             channels = [channel for _, channel in self._children]
             self.ranks = ranks_of(Rank.at(0, degrees), mapped_pages(slots), channels, config.stalled_step_s)
 
@@ -82,12 +91,22 @@ class Followers:
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
-        parts = parts_of(plan)
+        step = step_of(plan)
         for index, (_, channel) in enumerate(self._children, start=1):
             try:
-                channel.send(parts)
+                channel.send(step)
             except OSError as error:
                 raise DeviceError(f"rank {index}: its process has ended") from error
+
+    def copy(self, plan: StepPlan, copy: Callable[[StepPlan], StepResult]) -> StepResult:
+        """Copy pages on all ranks that have them; `copy` does on the first one."""
+        if not self._has_own:
+            return copy(plan)
+        self.are_waiting = False
+        self.begin(plan)
+        result = copy(plan)
+        self.end()
+        return result
 
     def end(self, limit_s: float | None = None) -> None:
         """Wait until all have done what they were told to. DeviceError where one has failed, or takes too long."""
@@ -136,7 +155,8 @@ class RankedExecutor:
         self._thread, self._followers = thread, followers
         self._ahead = StepsAhead(followers.begin) if runner.model.rank.num_stages > 1 else None
         begin = followers.begin if self._ahead is None else self._ahead.begin
-        self._local = LocalExecutor(_Leading(runner, followers, begin), thread, device_name, step_s)
+        leading = _Leading(runner, followers, begin)
+        self._local = LocalExecutor(leading, thread, device_name, step_s, regions=followers.regions)
 
     @property
     def device_name(self) -> str:
@@ -180,7 +200,7 @@ class _Leading:
         Otherwise they wait in a sum, for `stalled_step_s`: DeviceError.
         """
         if not plan.chunks:
-            return self._runner.run(plan)  # the memory of pages is common
+            return self._followers.copy(plan, self._runner.run)
         if plan.copies:
             raise InvariantError("pages are copied while ranks compute")
         self._followers.are_waiting = False  # also where they have begun before

@@ -10,9 +10,11 @@ first group hold as many tokens as take the bytes of a state. A layer may be in 
 """
 
 import math
+from dataclasses import replace
 
 from pdserve.base.values import value
 from pdserve.model.config import ModelConfig
+from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import MOST_UNUSED
 
 STATE_WINDOW = 2  # a token needs the state after the one before it
@@ -30,6 +32,7 @@ class LayerGroup:
     window: int | None = None  # that all of them have; None: their pages are kept
     state_elements: int = 0  # of a page, of two bytes; 0: it has a row for each token
     num_head_layers: int = 0  # of a drafting head, behind these
+    num_kv_heads: int = 0  # in these pages, of a rank with memory of its own; 0: all that the model has
 
     @property
     def num_layers(self) -> int:
@@ -66,6 +69,14 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
             )
     every = tuple(range(config.num_layers))
     return (LayerGroup("full", every, page_size, num_head_layers=config.num_head_layers),)
+
+
+def held_by(rank: Rank, config: ModelConfig, groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
+    """Return what a rank with memory of its own has of a model's only group: its layers, and its KV heads of each."""
+    (group,) = groups
+    own, heads = rank.layers(config.num_layers), rank.kv_heads(config.num_kv_heads)
+    layers = tuple([layer for layer in group.layers if layer in own])
+    return (replace(group, layers=layers, num_kv_heads=heads.stop - heads.start),)
 
 
 def _with_states(config: ModelConfig, page_size: int) -> tuple[LayerGroup, ...]:

@@ -17,7 +17,7 @@ from pdserve.protocol.paging import PAGES_BESIDE, PageShape, Paging
 
 MOST_UNUSED = 0.25  # of a page: groups whose pages fill less of it need pools of their own
 
-PageDigest = Literal["xxh3", "splitmix64"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
+PageDigest = Literal["xxh3", "splitmix64", "xxh3_runs"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
 PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
 KvCode = Literal["fp8_e4m3", "int8"]  # forms of K and V in a byte a value
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}

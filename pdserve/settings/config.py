@@ -14,6 +14,7 @@ from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
 from pdserve.settings.degrees import Degrees
+from pdserve.settings.rank_memory import RankMemory, rank_memory_problem
 from pdserve.settings.speculative import SpeculativeSetting
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -230,6 +231,10 @@ class WorkerConfig(ServingConfig):
         description="Processes that each hold a part of this worker's layers, and compute each step one after the "
         "other, on CPUs; they share its threads. Goes with tensor_parallel_size 1 alone.",
     )
+    rank_memory: RankMemory = Field(
+        "shared",
+        description="Who keeps KV pages: shared, all ranks in one memory; own, each rank its heads or layers alone.",
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default one for each core.")
@@ -315,13 +320,15 @@ class WorkerConfig(ServingConfig):
     def _has_its_device(self) -> Self:
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
-        if problem := self.degrees.problem(self.device, self.kv_cache_dtype):
+        guessed, kv_dtype = self.speculative_config, self.kv_cache_dtype
+        problem = self.degrees.problem(self.device, kv_dtype)
+        beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": guessed}
+        if problem := problem or rank_memory_problem(self.rank_memory, beside):
             raise ValueError(problem)
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
         if self.speculative_config is not None and self.degrees.num_ranks > 1:
             raise ValueError("speculative_config: a worker of several ranks verifies no guesses yet")
-        kv_dtype, guessed = self.kv_cache_dtype, self.speculative_config
         if guessed is not None and not guessed.looks_up and kv_dtype != "auto":
             raise ValueError(
                 f"speculative_config.method: {guessed.method} is not served with kv_cache_dtype {kv_dtype}"

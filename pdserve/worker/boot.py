@@ -3,6 +3,7 @@
 Opens the checkpoint, has it loaded, schedules its pages, and starts the library that moves them.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.ranked_mover import AnyMover, RankedMover
 from pdserve.kvtransfer.region import Region
 from pdserve.net.rpc import split_address
 from pdserve.protocol.kvlayout import KvLayout
@@ -66,11 +68,14 @@ def check_network(config: WorkerConfig) -> None:
         _network(config).settings()
 
 
-def build_mover(config: WorkerConfig, me: Peer, region: Region, on_stopped: OnStopped, secret: bytes) -> Mover:
+def build_mover(
+    config: WorkerConfig, me: Peer, regions: Sequence[Region], on_stopped: OnStopped, secret: bytes
+) -> AnyMover:
     """Start the configured mover."""
     if config.test_fail_copies and config.mover != "nixl":
         raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
-    return Mover(_backend(config, me, region, secret), on_stopped)
+    backends = [_backend(config, me, region, secret) for region in regions]
+    return RankedMover(backends, on_stopped) if config.rank_memory == "own" else Mover(backends[0], on_stopped)
 
 
 def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes) -> Backend:

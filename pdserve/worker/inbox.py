@@ -8,7 +8,7 @@ from math import inf
 
 from pdserve.grammar.matching import Grammars
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.ranked_mover import AnyMover
 from pdserve.worker.messages import Event, Placed
 
 MAX_INBOX = 16384  # events; beyond it, streams are read no further
@@ -61,11 +61,11 @@ class Listener:
         self._inbox = inbox
         self._tasks = tasks
         self._settling: set[asyncio.Task[None]] = set()
-        self._mover: Mover | None = None
+        self._mover: AnyMover | None = None
         self._grammars: Grammars | None = None
         self._is_closed = False
 
-    def guard(self, mover: Mover) -> None:
+    def guard(self, mover: AnyMover) -> None:
         """Wait for what this mover may still write. Nobody may be granted a page before this."""
         self._mover = mover
 

@@ -9,7 +9,7 @@ from pdserve.base.errors import PeerFault
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.ranked_mover import AnyMover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.speed import Probes
 from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, PromptScored, Report, RoleTaken, Tokens
@@ -24,7 +24,7 @@ HUNG_MOVER_S = 60.0  # its thread comes round each millisecond, except while a c
 class Carriers:
     client: HandoffClient
     servicer: HandoffServicer
-    mover: Mover
+    mover: AnyMover
     probes: Probes
 
     async def close(self) -> None:
@@ -51,7 +51,7 @@ class Outbox:
         self._tasks = tasks
         self._clock = clock
         self.spans = spans
-        self._watchdog = ThreadWatchdog(HUNG_MOVER_S, clock.now_s())
+        self._watchdogs = [ThreadWatchdog(HUNG_MOVER_S, clock.now_s()) for _ in carriers.mover.turns]
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         """Carry out commands. With the step that they came of, every router is sent what it cost."""
@@ -97,7 +97,7 @@ class Outbox:
                 carriers.probes.forget(peer)
 
     async def _check(self, check: doors.CheckDigests) -> None:
-        mismatch = await asyncio.to_thread(self._carriers.mover.region.first_mismatch, check.pages, check.digests)
+        mismatch = await asyncio.to_thread(self._carriers.mover.first_mismatch, check.pages, check.digests)
         self._sink.put(doors.DigestsChecked(check.key, mismatch))
 
     @property
@@ -111,8 +111,9 @@ class Outbox:
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Send a heartbeat to routers and receivers."""
-        if not self._watchdog.look(self._carriers.mover.turn, self._clock.now_s()):
-            end_process(HUNG_EXIT_STATUS, "the mover's thread hangs")
+        for watchdog, turn in zip(self._watchdogs, self._carriers.mover.turns, strict=True):
+            if not watchdog.look(turn, self._clock.now_s()):
+                end_process(HUNG_EXIT_STATUS, "the mover's thread hangs")
         self._carriers.client.beat()
         self._reporter.beat(self.with_stalled(load), num_steps)
 

@@ -162,10 +162,10 @@ async def assemble(
     def on_stopped(message: ReceiverMessage) -> None:
         loop.call_soon_threadsafe(listener.put, message)
 
-    (region,) = engine.executor.regions
-    mover = build_mover(config, peer, region, on_stopped, credentials.secret)
+    regions = engine.executor.regions
+    mover = build_mover(config, peer, regions, on_stopped, credentials.secret)
     listener.guard(mover)
-    rules = rules_of(config, len(engine.executor.regions))
+    rules = rules_of(config, len(regions))
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
     me = Introduction(peer, engine.layout)
     servicer = HandoffServicer(me, mover, listener, reporter.refused)

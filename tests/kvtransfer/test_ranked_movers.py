@@ -26,7 +26,12 @@ from pdserve.kvtransfer.session import of_parts
 from pdserve.kvtransfer.ways import connect
 
 SRC, DST = pages(5, 0, 30, 7), pages(3, 31, 4, 9)
-PAIRS = [("one rank", "two ranks"), ("two ranks", "one rank"), ("two ranks", "two ranks"), ("two stages", "three ranks")]
+PAIRS = [
+    ("one rank", "two ranks"),
+    ("two ranks", "one rank"),
+    ("two ranks", "two ranks"),
+    ("two stages", "three ranks"),
+]
 PAIRS += [("four ranks", "three ranks"), ("three stages", "stages of ranks")]
 
 DESCRIPTION = Description(0, 2, 64, 0, 1, b"")
@@ -102,7 +107,9 @@ def test_a_peer_that_lacks_a_rank_or_has_pages_of_another_size_is_refused() -> N
         making = Making("loopback", stack)
         ours, theirs = making.worker("p", "two ranks", 1), making.worker("d", "two ranks", 2)
         lacking = RankedMover([LoopbackBackend(theirs.pages.regions[0])], lambda _: None)
-        small = [Region.of_rank(np.zeros((32, each.num_runs * 8), np.uint8), each, by_heads(1)[0]) for each in by_heads(2)]
+        small = [
+            Region.of_rank(np.zeros((32, each.num_runs * 8), np.uint8), each, by_heads(1)[0]) for each in by_heads(2)
+        ]
         smaller = RankedMover([LoopbackBackend(region) for region in small], lambda _: None)
         alone = Mover(LoopbackBackend(Region.of(random_pages(32))), lambda _: None)
         for mover, problem in ((lacking, "each layer and KV head once"), (smaller, "page_bytes"), (alone, "PDKV")):

@@ -19,7 +19,10 @@ DESCRIPTION = Description(4096, 6, 192, 8192, 2, b"metadata")
 @pytest.mark.parametrize("target", WAYS_TO_DIVIDE)
 @pytest.mark.parametrize("source", WAYS_TO_DIVIDE)
 def test_each_byte_of_each_page_is_written_once_and_to_its_place(source: str, target: str) -> None:
-    ours, theirs = Divided.of(random_pages(6), WAYS_TO_DIVIDE[source]), Divided.of(random_pages(6, 2), WAYS_TO_DIVIDE[target])
+    ours, theirs = (
+        Divided.of(random_pages(6), WAYS_TO_DIVIDE[source]),
+        Divided.of(random_pages(6, 2), WAYS_TO_DIVIDE[target]),
+    )
     wanted = theirs.whole()
     wanted[DST] = ours.whole()[SRC]
     num_bytes = 0

@@ -1,6 +1,7 @@
 """Pages that are divided between ranks with memory of their own: by heads, by layers, or not at all."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,13 +15,13 @@ WHOLE = Share((0, LAYERS), (0, HEADS))
 def by_heads(num_ranks: int) -> tuple[Share, ...]:
     """Divide heads as ranks do, also unevenly."""
     ends = [rank * HEADS // num_ranks for rank in range(num_ranks + 1)]
-    return tuple([Share(WHOLE.layers, span) for span in zip(ends, ends[1:], strict=False)])
+    return tuple([Share(WHOLE.layers, span) for span in pairwise(ends)])
 
 
 def by_layers(num_stages: int) -> tuple[Share, ...]:
     """Divide layers as stages do; the first rank is the last stage."""
     ends = [stage * LAYERS // num_stages for stage in range(num_stages + 1)]
-    stages = [Share(span, WHOLE.heads) for span in zip(ends, ends[1:], strict=False)]
+    stages = [Share(span, WHOLE.heads) for span in pairwise(ends)]
     return (stages[-1], *stages[:-1])
 
 

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pdserve.engine.runner import Runner, zeroed
+from pdserve.engine.runner import RankPages, Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.rank_sums import ranks_of, slots_bytes
@@ -77,7 +77,7 @@ def thread_ranks(
     try:
         with ThreadPoolExecutor(len(ranks)) as threads:
             models = list(threads.map(load, ranks))
-            runners = [Runner(model, num_pages, PAGE_SIZE, memory=memory) for model in models]
+            runners = [Runner(model, num_pages, PAGE_SIZE, pages=RankPages(memory)) for model in models]
             yield ThreadRanks(threads, models, runners)
     finally:
         sys.setswitchinterval(before)

@@ -17,7 +17,7 @@ def test_an_engine_in_the_interpreter_is_as_safe_from_half_a_slice_as_one_on_a_g
     view = np.zeros((2, 1 << 16), np.uint8)
     given = {"model": "m", "role": "prefill", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret")}
     config = WorkerConfig.model_validate({**given, "device": "interpreter", "mover": "collective"})
-    mover = build_mover(config, ME, Region.of(view), lambda _: None, MEETING.secret)
+    mover = build_mover(config, ME, [Region.of(view)], lambda _: None, MEETING.secret)
     with half_slice(mover.describe(), ENDED) as ended:
         mover.cut(ENDED)
         assert not ended.send_rest()

@@ -20,8 +20,8 @@ from torch import Tensor
 from pdserve.base.errors import DeviceError
 from pdserve.executor import rank_sums
 from pdserve.executor.rank_frames import Channel
+from pdserve.executor.rank_memory import mapped_pages, new_pages
 from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of, slots_bytes
-from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.kernels.cpu.calls import Program
 from pdserve.kernels.cpu.library import library
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTED = """
 import sys, torch
 from pdserve.executor.rank_sums import ranks_of
-from pdserve.executor.shared_pages import mapped_pages
+from pdserve.executor.rank_memory import mapped_pages
 from pdserve.model.weights import Rank
 ranks = ranks_of(Rank(1, 2), mapped_pages(int(sys.argv[1])), [], 60.0)
 torch.set_num_threads(1)

@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 from greedy_runs import spec
 from looking import until
 from model_zoo import write_model
-from numpy import frombuffer
 from safetensors.torch import load_file, save_file
 
 from pdserve.base.errors import ConfigError, DeviceError
@@ -23,9 +24,10 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
 from pdserve.executor import loading, ranked
 from pdserve.executor.executor import Executor
-from pdserve.executor.rank_frames import Part, parts_of, plan_of
+from pdserve.executor.rank_frames import Step, plan_of, step_of
 from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing, Reason
+from pdserve.kvtransfer.routes import KV_PARTS, Share
 from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
@@ -80,6 +82,17 @@ def with_guesses(executor: Executor) -> list[int]:
     return [first, second, third]
 
 
+def whole_page(executor: Executor, page: int) -> npt.NDArray[np.float32]:
+    """Return K and V of a page, from the memory of all ranks."""
+    layers, heads = SHAPE["num_hidden_layers"], 4
+    whole = np.full((layers, KV_PARTS, heads, executor.regions[0].page_bytes), np.nan, np.float32)
+    for region in executor.regions:
+        share = region.share or Share((0, layers), (0, heads))
+        rows = region.view[page].view("float32").reshape(share.num_layers, KV_PARTS, share.num_heads, -1)
+        whole[slice(*share.layers), :, slice(*share.heads), : rows.shape[-1]] = rows
+    return whole[..., : rows.shape[-1]]
+
+
 def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks be on a machine without a compiler."""
     monkeypatch.setenv("CC", "/nonexistent")  # of other ranks
@@ -87,27 +100,28 @@ def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
 
 
+@pytest.mark.parametrize("memory", ["shared", "own"])
 @pytest.mark.parametrize("by", BY)
-def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by: str) -> None:
+def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by: str, memory: str) -> None:
     found, vectors, scored, guessed = [], [], [], []
     for size in (1, 2):
-        with executor_of(config_of(tmp_path, size, by)) as executor:
+        with executor_of(config_of(tmp_path, size, by, rank_memory=memory)) as executor:
             assert len(ranks()) == size - 1
-            (region,) = executor.regions
+            assert len(executor.regions) == (size if memory == "own" else 1)
             first = executor.start(PLAN)
             copied = executor.start(StepPlan((Chunk((9,), 5, (PageId(4),), (spec((1,)),)),), ((PageId(3), PageId(4)),)))
-            vectors.append([frombuffer(each, "<f4") for each in executor.start(VECTORS).result(60).pooled.values()])
+            vectors.append([np.frombuffer(each, "<f4") for each in executor.start(VECTORS).result(60).pooled.values()])
             guessed.append(with_guesses(executor))
             (scores,) = executor.start(SCORED).result(60).prompts.values()
             scored.append(scores)
             tokens = tokens_of(first.result(60)), tokens_of(copied.result(60))
-            found.append((*tokens, [region.view[page].view("float32").copy() for page in (1, 3, 4)]))
+            found.append((*tokens, [whole_page(executor, page) for page in (1, 3, 4)]))
     (one, two) = found
     assert one[:2] == two[:2]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(one[2], two[2], strict=True))
     assert guessed[0] == guessed[1]
     assert scored[0].top_ids == scored[1].top_ids
-    assert abs(frombuffer(scored[0].chosen, "<f4") - frombuffer(scored[1].chosen, "<f4")).max() < 1e-5
+    assert abs(np.frombuffer(scored[0].chosen, "<f4") - np.frombuffer(scored[1].chosen, "<f4")).max() < 1e-5
     assert [len(each) for each in vectors[0]] == [2, 32, 32]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(*vectors, strict=True))
     assert not ranks()
@@ -200,7 +214,7 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     targets = Targets((5, 6), 3)
     pages, others = (PageId(3), PageId(4)), ((PageId(7),), (PageId(9), PageId(8)))
     chunk = Chunk((1, 2, 3), 4, pages, (spec(), spec()), Phase.DECODE, None, targets, 2, others, pooling=POOLINGS[0])
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(parts_of(StepPlan((chunk,)))), type=list[Part])
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(step_of(StepPlan((chunk,)))), type=Step)
     (told,) = plan_of(sent).chunks
     assert [len(told.samples), told.phase, told.num_drafts, told.start] == [2, Phase.DECODE, 2, 4]
     assert (tuple(told.token_ids), tuple(told.pages)) == ((1, 2, 3), pages)

@@ -1,0 +1,63 @@
+"""Memory for KV pages of the ranks of a worker: one that all of them map, or one of each rank (`rank_memory`).
+
+Such memory has no name, and ends with the last process that has mapped it.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.base.errors import ConfigError
+from pdserve.executor.form import untried_kind
+from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.routes import Share
+from pdserve.model.config import ModelConfig
+from pdserve.model.weights import Rank
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.settings.degrees import Degrees
+
+
+def new_pages(num_bytes: int) -> int:
+    """Return the descriptor of zeroed memory; it comes when it is first written to."""
+    descriptor = os.memfd_create("pdserve-pages", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+def mapped_pages(descriptor: int) -> Tensor:
+    """Return the memory, uint8, and close the descriptor."""
+    try:
+        return torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8))
+    finally:
+        os.close(descriptor)
+
+
+def check_own_memory(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> None:
+    """Raise ConfigError where ranks with memory of their own were not compared with one that has all."""
+    if kind := untried_kind(model, **{"layers in several groups": bool(layout.others)}):
+        raise ConfigError(f"rank_memory: own is not served for a model with {kind}; shared is")
+    if degrees.tensor > model.num_kv_heads:
+        heads = f"{degrees.tensor} ranks of {model.num_kv_heads} KV heads, some of which several ranks would hold"
+        raise ConfigError(f"rank_memory: own is not served for {heads}; shared is")
+
+
+def share_of(rank: Rank, layout: KvLayout) -> Share:
+    """Return what a rank with memory of its own holds of each page."""
+    layers, heads = rank.layers(layout.num_layers), rank.kv_heads(layout.num_kv_heads)
+    return Share((layers.start, layers.stop), (heads.start, heads.stop))
+
+
+def shares_of(degrees: Degrees, layout: KvLayout) -> tuple[Share, ...]:
+    return tuple([share_of(Rank.at(index, degrees), layout) for index in range(degrees.num_ranks)])
+
+
+def regions_of(memories: Sequence[Tensor], degrees: Degrees, layout: KvLayout) -> tuple[Region, ...]:
+    """Return the memory of each rank as a region. memories: uint8, of as many pages each."""
+    whole, num_pages = share_of(Rank(), layout), sum([len(each) for each in memories]) // layout.page_bytes
+    views = [memory.view(num_pages, -1).numpy() for memory in memories]
+    shares = shares_of(degrees, layout)
+    return tuple([Region.of_rank(view, share, whole) for view, share in zip(views, shares, strict=True)])
