@@ -24,7 +24,7 @@ class Executor(Protocol):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """One a rank, or one that ranks share: the memory that its mover registers. Page i is row i of each."""
+        """Return the memory of pages: one that all ranks share, or one of each rank. Page i is row i of each."""
         ...
 
     def start(self, plan: StepPlan) -> Future[StepResult]:

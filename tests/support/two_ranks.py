@@ -20,6 +20,7 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.routes import Share
 
 NUM_RANKS = 2
 MAX_STARTED = 2
@@ -37,7 +38,9 @@ class Rank:
         self.steps = Isolating(runner.run)
         self.heads = slice(number * num_heads // NUM_RANKS, (number + 1) * num_heads // NUM_RANKS)
         self.part = runner.kv[:, :, :, self.heads].contiguous()
-        self.region = Region.of(self.part.view(torch.uint8).view(len(self.part), -1).numpy())
+        layers = (0, runner.kv.shape[1])
+        share, whole = Share(layers, (self.heads.start, self.heads.stop)), Share(layers, (0, num_heads))
+        self.region = Region.of_rank(self.part.view(torch.uint8).view(len(self.part), -1).numpy(), share, whole)
         self.thread = ThreadPoolExecutor(1, f"rank-{number}")
         self.answers: list[Future[StepResult]] = []
         self.has_ended = False

@@ -1,0 +1,102 @@
+"""Workers whose ranks have memory of their own hand off to workers of other degrees, as one rank with all would."""
+
+from pathlib import Path
+
+import moving
+import psutil
+import pytest
+from live_cluster import Answer, LiveCluster, greedy, is_idle, live_cluster, load_of
+from model_zoo import assert_right, load_oracle, prompt, write_model
+from transformers import PreTrainedModel
+from wired_cluster import wired_cluster
+
+OWN = (
+    "--rank-memory",
+    "own",
+    "--dtype",
+    "float32",
+    "--max-num-batched-tokens",
+    "128",
+    "--num-gpu-blocks-override",
+    "500",
+)
+LENGTHS = (1, 16, 40, 130, 300)
+LONG = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
+WIDE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> PreTrainedModel:
+    return load_oracle(model)
+
+
+def ranks_of(cluster: LiveCluster, name: str) -> list[psutil.Process]:
+    children = psutil.Process(cluster.pid_of(name)).children()
+    return [each for each in children if "pdserve.executor.rank" in each.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("tp 1", "tp 2"), ("tp 2", "tp 1"), ("tp 2", "tp 2"), ("pp 1", "pp 2"), ("pp 2", "tp 2"), ("pp 2", "pp 2")],
+)
+def test_pairs_of_ranks_with_memory_of_their_own_answer_as_transformers_does(
+    model: Path, oracle: PreTrainedModel, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    sizes = (flag for role, of in (("prefill", prefill), ("decode", decode)) for flag in f"--{role}-{of}".split())
+    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
+        asked = [prompt(length, length) for length in LENGTHS]
+        answers = cluster.generate_all([greedy(each, 24) for each in asked])
+        for each, answer in zip(asked, answers, strict=True):
+            assert_right(oracle, each, answer.tokens[0], 24)
+            assert answer.ledger.handoff_bytes > 0
+        status = cluster.wait_for(is_idle, 5)
+    assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
+
+
+def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts_are_placed_again(
+    tmp_path: Path,
+) -> None:
+    model = write_model("llama3", tmp_path / "model", **WIDE)
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", "--page-size", "16", "--handoff-transport", "tcp")
+    asked = prompt(LONG, "killed")
+    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
+        with cluster.frozen("prefill-0"):
+            call = cluster.start(greedy(asked, 30))
+            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
+        answer, (rank,) = Answer(), ranks_of(cluster, "prefill-0")
+        before = cluster.pid_of("prefill-0")
+        with cluster.frozen("decode-0"):  # it does not read what is written: the copies are under way until it does
+            answer.add(next(call))
+            rank.kill()
+            psutil.Process(before).wait(5) if psutil.pid_exists(before) else None
+        answer.read(call)
+        assert cluster.pid_of("prefill-0") != before
+        status = cluster.wait_for(is_idle, 5)
+    assert_right(load_oracle(model), asked, answer.tokens[0], 30)
+    assert load_of(status, "decode-0").num_digest_mismatches == 0
+
+
+def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_ranks_with_memory_of_their_own(
+    tmp_path: Path,
+) -> None:
+    model = write_model("llama3", tmp_path / "model", **moving.MODEL_SHAPE)
+    own = {"decode-0": {"pipeline_parallel_size": 2}, "decode-1": {"tensor_parallel_size": 2}}
+    flags = {**moving.WORKER_FLAGS, "rank_memory": "own"}
+    with wired_cluster(tmp_path, model, moving.POOLS, flags, own_flags=own) as cluster:
+        cluster.introduce()
+        moving.introduce(cluster)
+        asked, request = moving.long_answer("own memory")
+        running = moving.Running.of(cluster, request)
+        assert running.move() == 1
+        cluster.wait_for(lambda status: moving.num_moved(status) > moving.num_moved(running.before), 20)
+        answer = running.end()
+        cluster.wait_for(is_idle, 5)
+    assert answer.ledger.decode_worker == running.target
+    assert_right(load_oracle(model), asked, answer.tokens[0], moving.LONG)
