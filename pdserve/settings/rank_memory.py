@@ -16,4 +16,4 @@ SERVED: Mapping[str, tuple[object, ...]] = {
 def rank_memory_problem(rank_memory: RankMemory, beside: Mapping[str, object]) -> str | None:
     """Return why ranks do not have memory of their own beside other settings, or None."""
     wrong = [name for name, served in SERVED.items() if rank_memory == "own" and beside[name] not in served]
-    return f"rank_memory: own is not served with {wrong[0]} {beside[wrong[0]]} yet" if wrong else None
+    return f"rank_memory: own is not served with this {wrong[0]} yet: {beside[wrong[0]]}" if wrong else None

@@ -10,6 +10,7 @@ import group_mutations
 import membership_mutations
 import move_mutations
 import pooled_mutations
+import rank_mutations
 import receiver_mutations
 import report_mutations
 import role_mutations
@@ -48,6 +49,7 @@ __all__ = [
     "membership_mutations",
     "move_mutations",
     "pooled_mutations",
+    "rank_mutations",
     "receiver_mutations",
     "report_mutations",
     "role_mutations",

@@ -92,12 +92,13 @@ class Cluster:
         self._copy_faults = CopyFaults(page_s=self._copy_faults.page_s)
         for process in self.processes():
             if isinstance(process, WorkerProcess):
-                process.doors.mover.faults = self._copy_faults
+                for mover in process.doors.movers:
+                    mover.faults = self._copy_faults
 
     def end_doubtful(self) -> None:
         """End the processes of which a copy may have bytes under way for ever: what they were granted comes back."""
         for process in self.processes():
-            if isinstance(process, WorkerProcess) and process.doors.mover.num_in_doubt:
+            if isinstance(process, WorkerProcess) and any(mover.num_in_doubt for mover in process.doors.movers):
                 self.end(process)
 
     def find_peer(self, peer: Peer) -> WorkerProcess | None:

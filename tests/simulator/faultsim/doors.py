@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from faultsim.handoffs import ReceiverStreams, SenderStreams
-from faultsim.mover import Host, Mover, digest
+from faultsim.mover import Host, Mover
+from faultsim.ranks import digest
 from faultsim.world import Process, ViolationError
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.decode_worker.incoming import Incoming
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 DIGEST_S = 0.0003
 LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late
 
+P = ParamSpec("P")
 FindPeer = Callable[[Peer], Host | None]
 
 
@@ -47,9 +49,11 @@ class Doors:
     def __init__(self, owner: "WorkerProcess", find_peer: FindPeer) -> None:
         self._owner = owner
         self._world = owner.world
-        self.mover = Mover(owner, owner.memory, owner.network, find_peer, owner.offer)
-        self.mover.site = self._site
-        self.mover.faults = owner.copy_faults
+        world = owner, owner.memory, owner.network, find_peer, owner.offer
+        self.movers = [Mover(*world, part) for part in range(len(owner.memory.shares))]
+        for mover in self.movers:
+            mover.site = self._site
+            mover.faults = owner.copy_faults
         self._receivers = SenderStreams(owner, owner.introduction, owner.network, self._from_receiver)
         self._senders = ReceiverStreams(owner, owner.introduction, self._from_sender)
         self.accept = self._senders.accept
@@ -78,9 +82,9 @@ class Doors:
             case Connect(peer, address):
                 self._receivers.connect(peer, address)
             case StartCopy(key=key):
-                self.mover.copy(command, self._grants[key])
+                self._each(Mover.copy, command, self._grants[key])
             case CancelCopies(peer, key):
-                self.mover.cancel(peer, key)
+                self._each(Mover.cancel, peer, key)
             case ToReceiver():
                 self._to_receiver(command)
             case ToSender(peer, key, message):
@@ -89,7 +93,7 @@ class Doors:
                 delay_s = DIGEST_S * (0.5 + self._world.rng.random())
                 self._world.after(delay_s, self._owner, self._check_digests, command)
             case Forget(peer):
-                self.mover.forget(peer)
+                self._each(Mover.forget, peer)
                 self._receivers.forget(peer)
                 self._senders.forget(peer)
             case Probe():
@@ -97,7 +101,7 @@ class Doors:
 
     def check(self) -> None:
         """Raise ViolationError where a copy has lost its pages, or a grant outlives its lease."""
-        self.mover.check()
+        self._each(Mover.check)
         owner = self._owner
         if owner.frozen:
             return  # it hears nobody, and cannot end a lease before it thaws
@@ -106,6 +110,11 @@ class Doors:
             if silent_s > owner.lease_s + LAPSE_S and _has_granted(owner.core.incoming, peer):
                 text = f"{owner.name} keeps grants open to {peer}, silent for {silent_s:.2f} s"
                 raise ViolationError("I4", text)
+
+    def _each(self, act: Callable[Concatenate[Mover, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do something with the mover of each rank."""
+        for mover in self.movers:
+            act(mover, *args, **kwargs)
 
     def _site(self, name: str, process: Process) -> None:
         self._owner.site(name, process)
@@ -145,7 +154,8 @@ class Doors:
         self._senders.send(peer, key, message)
 
     def _check_digests(self, command: CheckDigests) -> None:
-        found = (digest(self._owner.memory.content(page)) for page in command.pages)
+        memory = self._owner.memory
+        found = (digest(memory.content(page), memory.shares) for page in command.pages)
         pairs = enumerate(zip(found, command.digests, strict=True))
         mismatch = next((place for place, (mine, theirs) in pairs if mine != theirs), None)
         self._owner.offer(DigestsChecked(command.key, mismatch))

@@ -4,14 +4,16 @@ Writes are one-sided: the owner of the pages is not asked, so a write is judged 
 told by page and generation: no two grants ever name the same.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from faultsim.engine import SIZE, FakeRunner, beginning, chain, group_slot
+from faultsim.ranks import ONE_RANK, Piece
 from faultsim.world import ViolationError
 from pdserve.base.ids import AttemptKey, Generation, PageId
 from pdserve.engine.kvcache import KvCache, PagesStored
 from pdserve.engine.step import StepPlan
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.prefix_hash import PrefixHash
 
 
@@ -23,8 +25,9 @@ class Stamp(NamedTuple):
 
 
 class Memory:
-    def __init__(self, name: str, runner: FakeRunner, cache: KvCache) -> None:
-        self._name = name
+    def __init__(self, name: str, runner: FakeRunner, cache: KvCache, shares: Sequence[Share] = ONE_RANK) -> None:
+        """shares: what each rank of the process has of every page."""
+        self._name, self.shares = name, shares
         self._runner = runner
         self._cache = cache
         self.page_bytes = runner.page_bytes
@@ -39,10 +42,12 @@ class Memory:
         self.check_source(stamp, key)
         return bytes(self._runner.page(stamp.page))
 
-    def write(self, stamp: Stamp, key: AttemptKey, content: bytes) -> None:
-        """Write the first bytes of a page from outside."""
+    def write(self, stamp: Stamp, key: AttemptKey, landed: Iterable[Piece]) -> None:
+        """Write some bytes of a page from outside."""
         self.check_target(stamp, key)
-        self._runner.page(stamp.page)[: len(content)] = content
+        page = self._runner.page(stamp.page)
+        for place, content in landed:
+            page[place : place + len(content)] = content
 
     def content(self, page: PageId) -> bytes:
         return bytes(self._runner.page(page))

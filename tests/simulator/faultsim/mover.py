@@ -8,10 +8,11 @@ or never until the writer is told to forget it; after an error, what was on its 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from zlib import crc32
+from itertools import chain, islice
 
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
+from faultsim.ranks import Piece, digest, pieces
 from faultsim.world import Process
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import doors
@@ -59,7 +60,7 @@ class Op:
 
 
 class Mover:
-    """One prefill process's copies: one slice to each peer at a time, in the order that the real movers take."""
+    """The copies of one rank of a process: one slice to each peer at a time, in the order that the real movers take."""
 
     def __init__(
         self,
@@ -68,8 +69,11 @@ class Mover:
         network: Network,
         find: Callable[[Peer], Host | None],
         report: Callable[[doors.ReceiverMessage], object],
+        part: int = 0,
     ) -> None:
+        """part: which rank of the process it is."""
         self.faults = CopyFaults()
+        self._part, self._share = part, memory.shares[part]
         self.site: Callable[[str, Process], object] = lambda site, process: None
         self._owner = owner
         self._world = owner.world
@@ -77,7 +81,8 @@ class Mover:
         self._network = network
         self._find = find
         self._report = report
-        self._doubt = random.Random(f"doubt {owner!r} {owner.world.seed}")  # changes no other fault of a seed
+        name = f"doubt {owner!r} {owner.world.seed}{part or ''}"
+        self._doubt = random.Random(name)  # changes no other fault of a seed
         self.num_in_doubt = 0
         self._ops: dict[Copy, Op] = {}  # outstanding
         self._copies: dict[Peer, CopyQueue] = {}
@@ -108,7 +113,7 @@ class Mover:
         for copy in self._copies.pop(peer, ()):
             op = self._ops.pop(copy)
             op.over = True
-            self._report(doors.ReceiverMessage(op.peer, op.key, doors.CopyStopped(None, "its process ended")))
+            self._report(doors.ReceiverMessage(op.peer, op.key, self._stopped(None, "its process ended")))
 
     def check(self) -> None:
         """Raise ViolationError where a page was released that a copy will read or write."""
@@ -127,7 +132,7 @@ class Mover:
             op = self._ops.pop(copy)
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
-            stopped = doors.CopyStopped(digests, copy.failure, copy.in_doubt)
+            stopped = self._stopped(digests, copy.failure, in_doubt=copy.in_doubt)
             self._report(doors.ReceiverMessage(peer, op.key, stopped))
         if self._copies.get(peer) is not copies or peer in self._posted:
             return  # a report has led here, and on
@@ -137,6 +142,9 @@ class Mover:
         copies.posted(following, 1, has_landed=False)
         op = self._posted[peer] = self._ops[following]
         self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
+
+    def _stopped(self, digests: tuple[int, ...] | None, why: str, *, in_doubt: bool = False) -> doors.CopyStopped:
+        return doors.CopyStopped(digests, why, in_doubt, self._part)
 
     def _target(self, peer: Peer) -> Host | None:
         process = self._find(peer)
@@ -166,25 +174,27 @@ class Mover:
     def _fail(self, op: Op, target: Host) -> None:
         """Break a copy off in the middle of a page. In doubt, the target reads all of it late, while both live."""
         content, dst = self._memory.read(op.src[len(op.digests)], op.key), op.dst[len(op.digests)]
-        target.memory.write(dst, op.key, content[: self._memory.page_bytes // 2])
+        whole = list(pieces(content, self._share, target.memory.shares))
+        target.memory.write(dst, op.key, whole[: len(whole) // 2])
         if self._doubt.random() < self.faults.in_doubt:
             op.copy.in_doubt = True
             self.num_in_doubt += 1
-            self._world.after(self._doubt.random() * LATE_S, target, self._land_late, target, dst, op.key, content)
+            self._world.after(self._doubt.random() * LATE_S, target, self._land_late, target, dst, op.key, whole)
         self._stop(op, "the transfer failed")
 
-    def _land_late(self, target: Host, dst: Stamp, key: AttemptKey, content: bytes) -> None:
+    def _land_late(self, target: Host, dst: Stamp, key: AttemptKey, whole: list[Piece]) -> None:
         if self._owner.alive:
-            target.memory.write(dst, key, content)
+            target.memory.write(dst, key, whole)
 
     def _write(self, op: Op, target: Memory) -> None:
         place = len(op.digests)
         content = self._memory.read(op.src[place], op.key)
-        landed = content
+        landed = pieces(content, self._share, target.shares)
         if self._world.rng.random() < self.faults.corrupted:
-            landed = bytes((content[0] ^ 1, *content[1:]))
+            broken = [(where, bytes((first[0] ^ 1, *first[1:]))) for where, first in islice(landed, 1)]
+            landed = chain(broken, landed)
         target.write(op.dst[place], op.key, landed)
-        op.digests.append(digest(content))
+        op.digests.append(digest(content, [self._share]))
         if len(op.digests) < len(op.src):
             self.site("mid_copy", self._owner)
         self._end_slice(op)
@@ -199,7 +209,3 @@ class Mover:
             del self._posted[op.peer]
             self._copies[op.peer].slice_ended(op.copy)
             self._go_on(op.peer)
-
-
-def digest(content: bytes) -> int:
-    return crc32(content)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from faultsim.ranks import ONE_RANK
 from pdserve.base.ids import PROTOCOL_VERSION
 from pdserve.base.roles import Role
+from pdserve.kvtransfer.routes import Share
 from pdserve.kvtransfer.session import Introduction
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.adapters import Adapter
@@ -32,6 +34,7 @@ class Size:
     most_drafts: int = 0  # guesses that a step verifies for a sequence
     others: tuple[PageShape, ...] = ()  # groups of layers after the first
     adapters: tuple[Adapter, ...] = ()
+    shares: tuple[Share, ...] = ONE_RANK  # what each of its ranks has of every page
 
     @property
     def layout(self) -> KvLayout:

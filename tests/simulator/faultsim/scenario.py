@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from faultsim.clients import Wish
 from faultsim.conversations import converse
 from faultsim.mover import CopyFaults
+from faultsim.ranks import DIVIDED, ONE_RANK
 from faultsim.registration import VOCAB_SIZE, Size
 from pdserve.base.ids import RequestId
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.adapters import DIGEST_BYTES, NO_ADAPTER, Adapter
 from pdserve.protocol.paging import PageShape
 from pdserve.protocol.pooling import Pooling
@@ -30,6 +32,8 @@ MAX_MODEL_LEN = 96
 # In half of the seeds a third of the requests is for the model alone, the others for these.
 ADAPTERS = tuple(Adapter(name, name.encode() * (DIGEST_BYTES // 4)) for name in ("blue", "gold"))
 LACKING = 0.3  # of the workers after the first of each role: those that have loaded one adapter only
+
+RANKS_SEEDS = 0.4  # share of the seeds in which workers have ranks with memory of their own
 
 FAULTS = (
     "crash_worker",
@@ -87,6 +91,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
     if not others and random.Random(f"states {seed}").random() < STATES_SEEDS:
         others, most_drafts = STATES, 0
     adapters = ADAPTERS if random.Random(f"adapters {seed}").random() < 0.5 else ()
+    prefill_shares, decode_shares = _shares(seed)
     step_tokens = random.Random(f"chunks {seed}").choice(STEP_TOKENS) if others else STEP_TOKENS[0]
     prefill_pages, decode_pages = (_pages_for_one(others, count) for count in (step_tokens, STEP_TOKENS[0]))
     page_s = max(rng.choice((0.0001, 0.0005, 0.002)), 0.015 if has_zombies else 0.0)  # most of the time a copy goes on
@@ -110,6 +115,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
             most_drafts=most_drafts,
             others=others,
             adapters=adapters,
+            shares=prefill_shares,
         ),
         decode_size=Size(
             int(rng.choice((32, 64, 128)) * decode_pages),
@@ -119,6 +125,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
             most_drafts=most_drafts,
             others=others,
             adapters=adapters,
+            shares=decode_shares,
         ),
         mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
@@ -133,6 +140,12 @@ def draw(seed: int, num_requests: int) -> Scenario:
         site_chance=rng.choice((0.0, 0.002, 0.01)),
         lacking=frozenset() if faultless else _lacking(seed, num_prefill, num_decode),
     )
+
+
+def _shares(seed: int) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
+    """Return how pages are divided between the ranks of a prefill worker, and of a decode worker."""
+    rng = random.Random(f"ranks {seed}")
+    return (rng.choice(DIVIDED), rng.choice(DIVIDED)) if rng.random() < RANKS_SEEDS else (ONE_RANK, ONE_RANK)
 
 
 def _pages_for_one(others: tuple[PageShape, ...], step_tokens: int) -> float:

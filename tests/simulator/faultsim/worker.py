@@ -72,12 +72,12 @@ class WorkerProcess(Host):
         tokens = size.max_num_batched_tokens
         limits = Limits(size.max_num_seqs, tokens, size.max_model_len, frozenset(), size.most_drafts)
         self.scheduler = Scheduler(KvCache(size.num_pages, size.layout.paging, hasher), limits)
-        self.memory = Memory(name, self.runner, self.scheduler.cache)
+        self.memory = Memory(name, self.runner, self.scheduler.cache, size.shares)
         self.introduction = Introduction(self.peer, size.layout)
         key = self.world.rng.randbytes(16)
         adapters = frozenset([each.digest for each in size.adapters])
         settings = size.max_tasks, True, MAX_QUARANTINED_SHARE, lease_s, role
-        rules = Rules(*settings, fills_steps_ahead=True, adapters=adapters)
+        rules = Rules(*settings, fills_steps_ahead=True, num_parts=len(size.shares), adapters=adapters)
         self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
@@ -143,7 +143,7 @@ class WorkerProcess(Host):
         """Raise ViolationError unless nothing is left of any request."""
         self.check()
         pool = self.scheduler.cache.pool
-        if not self.core.idle or not self.doors.mover.idle or pool.num_free != pool.num_pages:
+        if not self.core.idle or not all(mover.idle for mover in self.doors.movers) or pool.num_free != pool.num_pages:
             raise ViolationError("I2", f"{self.name} is not idle: {self.core.load()}")
 
     def _wake(self) -> None:

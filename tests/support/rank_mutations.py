@@ -1,0 +1,54 @@
+"""Bugs on purpose where ranks have memory of their own: parts of copies, routes, and digests."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from breaking import Original, breaks
+
+from faultsim import ranks
+from pdserve.kvtransfer.doors import CopyStopped
+from pdserve.kvtransfer.routes import Route, Share
+from pdserve.prefill_worker import sender
+
+
+@breaks(sender.Sender, "_copy_stopped")
+def take_a_copy_for_landed_when_one_rank_has_written_its_part(
+    original: Original, self: sender.Sender, stopped: CopyStopped
+) -> tuple[sender.Command, ...]:
+    """Go on, and commit, before all ranks have landed: the digests of the others are taken for none."""
+    commands: tuple[sender.Command, ...] = ()
+    if len(self._copying) == 1 or (stopped.digests is None and not stopped.part):
+        commands = original(self, stopped)
+        return commands
+    if stopped.part or stopped.digests is None:
+        return ()
+    for part in range(len(self._copying)):
+        digests = stopped.digests if part == 0 else (0,) * len(stopped.digests)
+        commands += original(self, replace(stopped, digests=digests, part=part))
+    return commands
+
+
+@breaks(sender.Sender, "_copy_stopped")
+def say_that_nothing_is_under_way_when_one_rank_has_stopped(
+    original: Original, self: sender.Sender, stopped: CopyStopped
+) -> tuple[sender.Command, ...]:
+    """Let the receiver free its pages while another rank still writes to them."""
+    if self.state is sender.State.DRAINING:
+        self._copying = tuple([min(1, count) * (part == stopped.part) for part, count in enumerate(self._copying)])
+    elif self.state in (sender.State.CLOSED, sender.State.IN_DOUBT):
+        return ()
+    commands: tuple[sender.Command, ...] = original(self, stopped)
+    return commands
+
+
+@breaks(ranks, "routes")
+def leave_out_the_last_rank_of_a_receiver(
+    original: Original, source: Share, targets: Sequence[Share], run_bytes: int
+) -> Iterator[tuple[int, Route]]:
+    found = list(original(source, targets, run_bytes))
+    yield from found[:-1] if len(targets) > 1 and source.common(targets[-1]) else found
+
+
+@breaks(Share, "run_numbers")
+def take_digests_by_the_place_of_runs_on_their_rank(original: Original, self: Share, whole: Share) -> tuple[int, ...]:
+    return tuple(range(self.num_runs))

@@ -1,0 +1,82 @@
+"""Ranks with memory of their own have a region each; what was not compared with one rank is refused by name."""
+
+from pathlib import Path
+
+import pytest
+from model_zoo import write_model
+
+from pdserve.base.errors import ConfigError
+from pdserve.kvtransfer.routes import Share
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.worker.boot import build_engine, open_model
+
+
+def worker(folder: Path, **settings: object) -> WorkerConfig:
+    own = {"model": str(folder), "secret_file": folder / "secret", "role": "decode", "worker_id": "w"}
+    fixed = {"routers": ("127.0.0.1:1",), "num_pages": 64, "dtype": "float32", "rank_memory": "own"}
+    return load_config(WorkerConfig, flags={**own, **fixed, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"mover": "collective"}, "rank_memory: own is not served with this mover yet: collective"),
+        ({"device": "interpreter"}, "rank_memory: own is not served with this device yet: interpreter"),
+        ({"kv_cache_dtype": "int8"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
+        (
+            {"speculative_config": '{"method": "ngram"}'},
+            "rank_memory: own is not served with this speculative_config yet",
+        ),
+    ],
+)
+def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
+    tmp_path: Path, settings: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        worker(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("gemma3", {}, "a model with layers in several groups"),
+        ("lfm2", {}, "a model with states"),
+        ("deepseek-v2", {}, "a model with latent rows"),
+        ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),
+    ],
+)
+def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
+    tmp_path: Path, family: str, settings: dict[str, object], problem: str
+) -> None:
+    write_model(family, tmp_path)
+    config = worker(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=f"rank_memory: own is not served for {problem}"):
+        build_engine(config, open_model(config), b"secret", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({}, [Share((0, 3), (0, 2))]),
+        ({"tensor_parallel_size": 2}, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
+        ({"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
+    ],
+)
+def test_each_rank_has_a_region_with_its_heads_or_layers(
+    tmp_path: Path, settings: dict[str, object], shares: list[Share]
+) -> None:
+    write_model("llama3", tmp_path, num_hidden_layers=3)
+    config = worker(tmp_path, **settings)
+    engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    engine.executor.close()
+    assert [region.share for region in engine.executor.regions] == shares
+    assert {region.num_pages for region in engine.executor.regions} == {64}
+    assert sum(region.page_bytes for region in engine.executor.regions) == engine.layout.page_bytes
+    assert engine.layout.page_digest == "xxh3_runs"
+
+
+def test_workers_with_shared_and_with_own_memory_are_not_paired() -> None:
+    shared, own = (KvLayout("w", 2, 2, 4, 16, "float32", page_digest=each) for each in ("xxh3", "xxh3_runs"))
+    assert shared.difference(own) == "page_digest: xxh3 != xxh3_runs"
+    assert not own.is_convertible
