@@ -18,8 +18,7 @@ def take_a_copy_for_landed_when_one_rank_has_written_its_part(
     """Go on, and commit, before all ranks have landed: the digests of the others are taken for none."""
     commands: tuple[sender.Command, ...] = ()
     if len(self._copying) == 1 or (stopped.digests is None and not stopped.part):
-        commands = original(self, stopped)
-        return commands
+        return tuple(original(self, stopped))
     if stopped.part or stopped.digests is None:
         return ()
     for part in range(len(self._copying)):
