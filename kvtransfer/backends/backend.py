@@ -103,5 +103,5 @@ def row_indices(pages: Indices, rows: Rows, num_pages: int) -> Indices:
     if len(pages) and pages[0] >= num_pages:
         return pages + np.int32(num_pages * (rows.per_page - 1))
     firsts = pages * np.int32(rows.per_page) + np.int32(rows.first)
-    indices: Indices = (firsts[:, None] + np.arange(rows.count, dtype=np.int32)).reshape(-1)
+    indices: Indices = np.add.outer(firsts, np.arange(rows.count, dtype=np.int32)).reshape(-1)
     return indices

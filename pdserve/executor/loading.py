@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +19,7 @@ from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
-from pdserve.executor.rank_memory import check_own_memory, regions_of
+from pdserve.executor.rank_memory import own_layout, regions_of
 from pdserve.executor.ranked import Followers, RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
@@ -72,9 +72,8 @@ def _load(
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
     named = weights_hash(form, drafts)
     layout = describe_layout(checkpoint.config, named, config.page_size, code or form.dtype, config.device)
-    if has_own_memory := config.rank_memory == "own":
-        layout = replace(layout, page_digest="xxh3_runs")
-        check_own_memory(checkpoint.config, layout, config.degrees)
+    is_own = config.rank_memory == "own"
+    layout = own_layout(checkpoint.config, layout, config.degrees) if is_own else layout
     if config.device in KERNEL_DEVICES:
         _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
     num_pages = pages_asked_for(config, layout, device)
@@ -95,8 +94,7 @@ def _load(
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
-    memory = runner.kv.view(torch.uint8).view(-1)
-    regions = regions_of([memory], config.degrees, layout) if has_own_memory else None
+    regions = regions_of([runner.kv.view(torch.uint8).view(-1)], config.degrees, layout) if is_own else None
     return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter, regions), layout, limits)
 
 

@@ -6,6 +6,7 @@ Such memory has no name, and ends with the last process that has mapped it.
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,13 +37,17 @@ def mapped_pages(descriptor: int) -> Tensor:
         os.close(descriptor)
 
 
-def check_own_memory(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> None:
-    """Raise ConfigError where ranks with memory of their own were not compared with one that has all."""
+def own_layout(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> KvLayout:
+    """Return the layout of pages that ranks keep in memory of their own.
+
+    ConfigError where such ranks were not compared with one that has all.
+    """
     if kind := untried_kind(model, **{"layers in several groups": bool(layout.others)}):
         raise ConfigError(f"rank_memory: own is not served for a model with {kind}; shared is")
     if degrees.tensor > model.num_kv_heads:
         heads = f"{degrees.tensor} ranks of {model.num_kv_heads} KV heads, some of which several ranks would hold"
         raise ConfigError(f"rank_memory: own is not served for {heads}; shared is")
+    return replace(layout, page_digest="xxh3_runs")
 
 
 def share_of(rank: Rank, layout: KvLayout) -> Share:

@@ -93,6 +93,8 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "forget_a_cancel_of_a_hand_off_under_way": 6,
     "end_in_silence_when_the_source_gives_up": 4,
     "follow_a_role_of_a_smaller_epoch": 3,
+    "leave_out_the_last_rank_of_a_receiver": 24,
+    "take_digests_by_the_place_of_runs_on_their_rank": 24,
 }
 
 

@@ -14,6 +14,7 @@ from pdserve.executor.footprint import Choices, footprint_of
 from pdserve.kvtransfer.session import Hello, Introduction, check_hello
 from pdserve.protocol.kvlayout import KvCode, KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.degrees import Degrees
 from pdserve.worker.boot import build_engine, open_model
 
 MEMORY = 2**20
@@ -107,7 +108,7 @@ def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served on a CPU, not on interpreter"):
         footprint_of(tmp_path, Choices("interpreter", "float32", "int8"))
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by one rank"):
-        footprint_of(tmp_path, Choices("cpu", "float32", "int8", tensor_parallel_size=2))
+        footprint_of(tmp_path, Choices("cpu", "float32", "int8", degrees=Degrees(2)))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,6 @@ def draw(seed: int, num_requests: int) -> Scenario:
     if not others and random.Random(f"states {seed}").random() < STATES_SEEDS:
         others, most_drafts = STATES, 0
     adapters = ADAPTERS if random.Random(f"adapters {seed}").random() < 0.5 else ()
-    prefill_shares, decode_shares = _shares(seed)
     step_tokens = random.Random(f"chunks {seed}").choice(STEP_TOKENS) if others else STEP_TOKENS[0]
     prefill_pages, decode_pages = (_pages_for_one(others, count) for count in (step_tokens, STEP_TOKENS[0]))
     page_s = max(rng.choice((0.0001, 0.0005, 0.002)), 0.015 if has_zombies else 0.0)  # most of the time a copy goes on
@@ -115,7 +114,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
             most_drafts=most_drafts,
             others=others,
             adapters=adapters,
-            shares=prefill_shares,
+            shares=_shares(seed, 0),
         ),
         decode_size=Size(
             int(rng.choice((32, 64, 128)) * decode_pages),
@@ -125,7 +124,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
             most_drafts=most_drafts,
             others=others,
             adapters=adapters,
-            shares=decode_shares,
+            shares=_shares(seed, 1),
         ),
         mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
@@ -142,10 +141,10 @@ def draw(seed: int, num_requests: int) -> Scenario:
     )
 
 
-def _shares(seed: int) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
-    """Return how pages are divided between the ranks of a prefill worker, and of a decode worker."""
+def _shares(seed: int, pool: int) -> tuple[Share, ...]:
+    """Return how pages are divided between the ranks of a prefill worker (0), or of a decode worker (1)."""
     rng = random.Random(f"ranks {seed}")
-    return (rng.choice(DIVIDED), rng.choice(DIVIDED)) if rng.random() < RANKS_SEEDS else (ONE_RANK, ONE_RANK)
+    return rng.choices(DIVIDED, k=2)[pool] if rng.random() < RANKS_SEEDS else ONE_RANK
 
 
 def _pages_for_one(others: tuple[PageShape, ...], step_tokens: int) -> float:
