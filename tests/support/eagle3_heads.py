@@ -74,16 +74,17 @@ def random_head(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     }
 
 
-def write_forgetful_model(folder: Path) -> Tensors:
+def write_forgetful_model(folder: Path, remembered: float = 0.0) -> Tensors:
     """Write a Llama whose next token depends on the last one alone, and return its tensors.
 
+    remembered: weight of what layers add; a tenth changes some of the tokens.
     All embeddings have the same length in the part that a head of attention sees, so each is nearest to itself there.
     """
     file = write_model("llama3", folder) / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
+            tensor.mul_(remembered)
     embedding, dim = tensors["model.embed_tokens.weight"], len(tensors["model.layers.0.self_attn.k_proj.weight"]) // 2
     embedding.copy_(normalize(embedding.view(len(embedding), -1, dim), dim=-1).flatten(1))
     save_file(tensors, file, {"format": "pt"})
