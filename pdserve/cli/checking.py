@@ -27,6 +27,7 @@ def check_model(
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker.")] = 1,
+    speculative_config: Annotated[str | None, typer.Option(help="What guesses, as JSON; by default nothing.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model is served, what it needs, and what fits on this machine. Starts nothing.
@@ -43,6 +44,7 @@ def check_model(
         quantization,
         size,
         degrees=Degrees(tensor_parallel_size, pipeline_parallel_size),
+        speculative_config=speculative_config,
     )
     try:
         fit = footprint_of(fetched(model), choices)
@@ -75,6 +77,9 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     if fit.state_bytes:
         yield "state", f"{fit.state_bytes:,} bytes a sequence, in one page whatever its length"
     yield "", f"{_size(fit.sequence_bytes)} a sequence of full length{_spared(fit)}"
+    if fit.draft_method:
+        kv = f" and {fit.draft_page_bytes:,} bytes a page" if fit.draft_page_bytes else ""
+        yield "guesses", f"{fit.draft_method}: about {_size(fit.draft_weight_bytes)} of weights in memory{kv}"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
     yield f"this {fit.device}", f"{_size(fit.free_bytes)} free: beside the weights {room}"
     yield "chat", "by its template" if fit.has_chat_template else "not served: the model has no chat template"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, naming
+from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter, ModelDrafter
@@ -29,9 +29,14 @@ _COMPUTED = 2  # raised where heads come to compute KV otherwise: pages of other
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 
 
-def open_drafts(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
-    """Open what is configured to guess; ConfigError if it cannot do so for the worker's model."""
+def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str = "") -> Drafts:
+    """Open what is configured to guess; ConfigError if it cannot do so for the worker's model.
+
+    weights_hash: of a draft model, whose files are else read for it.
+    """
     given = config.speculative_config
+    if given is not None and checkpoint.config.has_states:
+        raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     if given is None or given.looks_up:
         return None
     if given.method == "mtp":
@@ -42,7 +47,9 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
     assert given.model is not None, "settings ask for it"
     try:
         path = resolve_model(given.model)
-        return open_head(path, checkpoint.config) if given.method == "eagle3" else _opened(config, path, checkpoint)
+        if given.method == "eagle3":
+            return open_head(path, checkpoint.config)
+        return _opened(config, path, checkpoint, weights_hash)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
 
@@ -67,10 +74,10 @@ def limits_with(limits: Limits, drafts: Drafts) -> Limits:
     return replace(limits, draft_model_len=longest)
 
 
-def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint) -> Form:
+def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint, weights_hash: str) -> Form:
     """Open a draft model."""
     draft = open_checkpoint(path)
-    form = choose_form(config, draft)
+    form = choose_form(config, draft, weights_hash)
     sizes = draft.config.vocab_size, checkpoint.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(f"{draft.path} has {sizes[0]} tokens, and the model that it guesses for {sizes[1]}")
@@ -88,6 +95,22 @@ def weights_hash(form: Form, drafts: Drafts) -> str:
     return f"{own} head {_COMPUTED} {drafts.fingerprint}" if isinstance(drafts, HeadFiles | MtpFiles) else own
 
 
+def draft_bytes(drafts: Drafts, quantization: ChosenQuantization, dtype: str) -> tuple[int, int]:
+    """Return the bytes of what guesses, nearly: of its weights, and of KV of a token in pages that only it has.
+
+    quantization, dtype: of the model that it guesses for.
+    """
+    if drafts is None:
+        return 0, 0
+    if not isinstance(drafts, Form):
+        return sum([bytes_of(name, stored, quantization, dtype) for name, stored in drafts.weights.items()]), 0
+    shape = drafts.checkpoint.config
+    weights = needed_weights(shape, drafts.checkpoint.weights())
+    row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[drafts.dtype].itemsize
+    held_bytes = weight_bytes(drafts.checkpoint, weights, drafts.quantization, drafts.dtype)
+    return held_bytes, shape.num_layers * row_bytes
+
+
 def load_drafter(
     config: WorkerConfig, drafts: Drafts, form: Form, runner: EngineRunner, layout: KvLayout, limits: Limits
 ) -> Drafter | None:
@@ -97,27 +120,20 @@ def load_drafter(
     """
     if drafts is None:
         return None
-    left = available_bytes() - layout.memory_bytes(len(runner.kv), config.max_num_seqs)
+    held_bytes, token_bytes = draft_bytes(drafts, form.quantization, form.dtype)
+    num_pages, page_size = len(runner.kv), layout.page_size
+    needed = held_bytes + num_pages * page_size * token_bytes
+    left = available_bytes() - layout.memory_bytes(num_pages, config.max_num_seqs)
     if isinstance(drafts, Form):
         with naming(f"{_KEY}: {drafts.checkpoint.path}"):
-            return _load_draft_model(config, drafts, (len(runner.kv), layout.page_size), limits, left)
+            _check_memory(needed, left)
+            model = load_form(config, drafts, torch.device("cpu"), None)
+            return ModelDrafter(Runner(model, num_pages, page_size, sorted(limits.eos_token_ids)))
     assert isinstance(runner, Runner), "settings refuse other devices"
     with naming("speculative_config.method: mtp" if isinstance(drafts, MtpFiles) else f"{_KEY}: {drafts.path}"):
-        needed = sum([bytes_of(name, stored, form.quantization, form.dtype) for name, stored in drafts.weights.items()])
         _check_memory(needed, left)
         head = drafts.load(runner.model, form.quantization, config.quantized_inputs)
         return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
-
-
-def _load_draft_model(config: WorkerConfig, form: Form, pages: tuple[int, int], limits: Limits, left: int) -> Drafter:
-    """Load a draft model. pages: how many, and the tokens of each; left: bytes for its own and its weights."""
-    shape, (num_pages, page_size) = form.checkpoint.config, pages
-    weights = needed_weights(shape, form.checkpoint.weights())
-    row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[form.dtype].itemsize
-    pool_bytes = num_pages * page_size * shape.num_layers * row_bytes
-    _check_memory(pool_bytes + weight_bytes(form.checkpoint, weights, form.quantization, form.dtype), left)
-    model = load_form(config, form, torch.device("cpu"), None)
-    return ModelDrafter(Runner(model, num_pages, page_size, sorted(limits.eos_token_ids)))
 
 
 def _check_memory(needed: int, left: int) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import choose_quantization
+from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization
 from pdserve.checkpoint.open import check_model
+from pdserve.executor.draft_loading import Drafts, draft_bytes, open_drafts, with_room
 from pdserve.executor.form import KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
@@ -23,6 +24,8 @@ from pdserve.settings.config import (
     Dtype,
     KvCacheDtype,
     Quantization,
+    WorkerConfig,
+    load_config,
 )
 from pdserve.settings.degrees import Degrees
 from pdserve.settings.processor import choose_dtype, read_cpu_info
@@ -41,6 +44,7 @@ class Choices:
     page_size: int = PAGE_SIZE
     step_tokens: int = max(STEP_TOKENS.values())
     degrees: Degrees = Degrees()  # noqa: RUF009 - a value
+    speculative_config: str | None = None  # JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,15 @@ class Footprint:
     device: str
     free_bytes: int
     has_chat_template: bool
+    draft_method: str = ""  # what guesses; empty: nothing does
+    draft_weight_bytes: int = 0  # in memory, nearly, beside the model's
+    draft_page_bytes: int = 0  # of a draft model, for each page of the model's; KV of a head is in `page_bytes`
 
     @property
     def num_pages(self) -> int:
         """Return how many pages fit beside the weights."""
-        return max(0, self.free_bytes - self.weight_bytes) // self.page_bytes
+        held_bytes = self.weight_bytes + self.draft_weight_bytes
+        return max(0, self.free_bytes - held_bytes) // (self.page_bytes + self.draft_page_bytes)
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +108,8 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     Raises ConfigError for whatever workers and routers would refuse in them, naming the key or the tensor.
     """
     checkpoint = check_model(path)
+    drafts, method = _drafts(path, choices, checkpoint)
+    checkpoint = with_room(checkpoint, drafts)
     config, device = checkpoint.config, choices.device
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
@@ -113,6 +123,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(checkpoint, weights, quantization, dtype)
+    draft_weight_bytes, draft_token_bytes = draft_bytes(drafts, quantization, dtype)
     return Footprint(
         name=checkpoint.name,
         path=str(checkpoint.path),
@@ -139,7 +150,23 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,
+        draft_method=method,
+        draft_weight_bytes=draft_weight_bytes,
+        draft_page_bytes=draft_token_bytes * layout.page_size,
     )
+
+
+def _drafts(path: Path, choices: Choices, checkpoint: Checkpoint) -> tuple[Drafts, str]:
+    """Open what would guess, and name its method; ConfigError where a worker would refuse it."""
+    if choices.speculative_config is None:
+        return None, ""
+    names = ("device", "dtype", "kv_cache_dtype", "quantization", "page_size", "speculative_config")
+    given: dict[str, object] = {name: getattr(choices, name) for name in names}
+    given |= {"tensor_parallel_size": choices.degrees.tensor, "pipeline_parallel_size": choices.degrees.pipeline}
+    any_worker = {"role": "decode", "worker_id": "any", "routers": ("127.0.0.1:1",), "secret_file": path}
+    config = load_config(WorkerConfig, flags={"model": str(path), **given, **any_worker})
+    assert config.speculative_config is not None, "it was given"
+    return open_drafts(config, checkpoint, "not read"), config.speculative_config.method
 
 
 def _free_bytes(device: Device) -> int:

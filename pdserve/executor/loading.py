@@ -67,8 +67,6 @@ def _load(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     check_divides(checkpoint.config, config.degrees)
-    if config.speculative_config is not None and checkpoint.config.has_states:
-        raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
     named = weights_hash(form, drafts)
     layout = describe_layout(checkpoint.config, named, config.page_size, code or form.dtype, config.device)

@@ -7,7 +7,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from eagle3_heads import head_config, random_head, write_head
 from model_zoo import write_model
+from mtp_modules import PREFIX, write_model_with_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -129,6 +131,70 @@ def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_hea
     assert "stages        2: at most" in said
     refused = pdserve("models", "check", str(folder), "--pipeline-parallel-size", "4").stdout
     assert "not served: pipeline_parallel_size: 4: the model has 3 layers" in refused
+
+
+def guessing(**given: object) -> Choices:
+    return Choices(dtype="float32", speculative_config=json.dumps(given))
+
+
+def test_a_draft_model_is_counted_with_its_weights_and_its_own_pages(
+    tmp_path: Path, pdserve: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model("llama3", tmp_path / "model")
+    draft = write_model("llama3", tmp_path / "draft", num_hidden_layers=2)
+    plain, fit = (
+        footprint_of(model, Choices(dtype="float32")),
+        footprint_of(model, guessing(method="draft_model", model=str(draft))),
+    )
+    assert (fit.weight_bytes, fit.page_bytes) == (plain.weight_bytes, plain.page_bytes)
+    assert fit.draft_weight_bytes == sum(tensor.nbytes for tensor in load_file(draft / "model.safetensors").values())
+    assert fit.draft_page_bytes == fit.page_bytes * 2 // 3
+    held, each = fit.weight_bytes + fit.draft_weight_bytes, fit.page_bytes + fit.draft_page_bytes
+    monkeypatch.setattr(footprint, "available_bytes", lambda: held + 9 * each - 1)
+    assert footprint_of(model, guessing(method="draft_model", model=str(draft))).num_pages == 8
+    given = json.dumps({"method": "draft_model", "model": str(draft)})
+    said = pdserve("models", "check", str(model), "--dtype", "float32", "--speculative-config", given).stdout
+    weights, own = f"{fit.draft_weight_bytes / 2**20:.0f} MiB of weights", f"{fit.draft_page_bytes:,} bytes a page"
+    assert f"draft_model: about {weights} in memory and {own}" in said
+
+
+def test_a_head_is_counted_with_its_weights_and_a_layer_more_in_each_page(tmp_path: Path) -> None:
+    model = write_model("llama3", tmp_path / "model")
+    config = head_config(json.loads((model / "config.json").read_text()), 200, (0, 1, 2))
+    tensors = random_head(config)
+    head = write_head(tmp_path / "head", config, tensors)
+    plain, fit = (
+        footprint_of(model, Choices(dtype="float32")),
+        footprint_of(model, guessing(method="eagle3", model=str(head))),
+    )
+    assert fit.draft_weight_bytes == sum(each.nbytes for name, each in tensors.items() if name not in ("d2t", "t2d"))
+    assert fit.page_bytes == plain.page_bytes * 4 // 3
+    assert (fit.draft_page_bytes, fit.num_parameters, fit.windows) == (0, plain.num_parameters, plain.windows)
+
+
+def test_a_module_is_counted_beside_its_model(tmp_path: Path) -> None:
+    model = write_model_with_module("glm4-moe", tmp_path)
+    plain, fit = footprint_of(model, Choices(dtype="float32")), footprint_of(model, guessing(method="mtp"))
+    own = [each for name, each in load_file(model / "model.safetensors").items() if name.startswith(PREFIX)]
+    copies = [each for each in own if len(each) == 512]  # of embedding and head, which it shares
+    assert len(copies) == 2
+    assert fit.draft_weight_bytes == sum(each.nbytes for each in own) - sum(each.nbytes for each in copies)
+    assert (fit.weight_bytes, fit.page_bytes) == (plain.weight_bytes, plain.page_bytes * 4 // 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"method": "ngram", "model": "x"}, "-config.model: goes with"),
+        ({"method": "mtp"}, "speculative_config.method: mtp: modules were tested of"),
+        ({"method": "eagle3", "model": "nowhere"}, "speculative_config.model: "),
+    ],
+)
+def test_guesses_that_a_worker_would_refuse_are_refused_by_the_same_key(
+    folder: Path, given: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        footprint_of(folder, guessing(**given))
 
 
 def test_stages_are_not_served_without_the_compiled_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
