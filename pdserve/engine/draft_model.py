@@ -6,7 +6,8 @@ that KV, guesses get worse; tokens do not change.
 All of its time is paid from one account, which gets a hundredth of the time of all steps, and the time that right
 guesses save. While the account is empty, the draft model computes nothing. So a worker whose guesses do not pay, or
 whose prompts cost more to compute again than guesses save, loses about a hundredth of its time.
-What a head takes in (`Drafter.take_in`) is beside that: it is not paid, and has no bound.
+What a head takes in (`Drafter.take_in`) is beside that. It is not paid, and has the step's bound: one pass of one layer
+over the tokens that the step has computed.
 """
 
 from collections.abc import Mapping

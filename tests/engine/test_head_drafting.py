@@ -159,6 +159,26 @@ def test_a_head_that_can_be_right_is_right_with_penalties_noise_and_grammars(
     assert bench.counts["steps"] < plain.counts["steps"]
 
 
+def test_a_head_takes_in_what_a_step_has_computed_in_one_pass_and_nothing_else(
+    model: Model, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, steps, hidden = list[int](), list[tuple[int, list[int]]](), Eagle3Head.hidden
+    monkeypatch.setattr(
+        Eagle3Head, "hidden", lambda own, ids, *rest: (passes.append(len(ids)), hidden(own, ids, *rest))[1]
+    )
+
+    class Counted(HeadDrafter):
+        def take_in(self, plan: StepPlan, result: StepResult) -> None:
+            del passes[:]
+            super().take_in(plan, result)
+            steps.append((plan.num_tokens, passes[:]))
+
+    add_requests(Bench(model, head=head, head_drafter=Counted)).run()
+    assert max(num_tokens for num_tokens, _ in steps) == 64, "the limit of a step"
+    assert any(taken == [num_tokens] for num_tokens, taken in steps)
+    assert all(len(taken) <= 1 and sum(taken) <= num_tokens for num_tokens, taken in steps)
+
+
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=1.0, top_p=0.95, seed=5)])
 def test_one_answer_takes_as_many_steps_as_a_heads_right_guesses_leave(
     forgetful: Model, tmp_path: Path, params: SamplingParams
