@@ -4,30 +4,18 @@ What a peer sends is checked here: ProtocolError names the field.
 """
 
 from pdserve.base.errors import PeerFault, ProtocolError
-from pdserve.base.ids import (
-    PROTOCOL_VERSION,
-    Attempt,
-    AttemptKey,
-    Generation,
-    Incarnation,
-    PageId,
-    Peer,
-    RequestId,
-    WorkerId,
-)
+from pdserve.base.ids import PROTOCOL_VERSION, AttemptKey, Generation, Incarnation, PageId
 from pdserve.kvtransfer import session
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
 from pdserve.kvtransfer.session import Hello, HelloAck, Introduction
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.protocol.inference import logprobs_from_proto, logprobs_to_proto
-from pdserve.protocol.link import layout_from_proto, layout_to_proto
+from pdserve.protocol.link import key_from_proto, layout_from_proto, layout_to_proto, peer_from_proto
 from pdserve.protocol.sampling import SampledToken
 
 Request = handoff.HandoffServiceAttachRequest
 Response = handoff.HandoffServiceAttachResponse
 
-REQUEST_ID_BYTES = 16
-MAX_WORKER_ID_CHARS = 253
 MAX_REASON_CHARS = 512
 MAX_PAGES = 1 << 20  # in one hand-off
 MAX_CONTINUATIONS = 64
@@ -58,7 +46,7 @@ def hello_from_proto(message: Request) -> Hello:
         raise ProtocolError(
             f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here", PeerFault.VERSION
         )
-    return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation), hello.age_ms / 1000)
+    return Hello(_introduction(hello, "hello"), hello.mover, Incarnation(hello.decode_incarnation), hello.age_ms / 1000)
 
 
 def ack_to_proto(ack: HelloAck) -> Response:
@@ -79,7 +67,7 @@ def ack_from_proto(message: Response) -> HelloAck:
     ack = message.hello_ack
     if len(ack.mover_metadata) > MAX_DESCRIPTION_BYTES:
         raise ProtocolError(f"mover_metadata: {len(ack.mover_metadata)} bytes are over {MAX_DESCRIPTION_BYTES}")
-    return HelloAck(_introduction(ack), ack.mover_metadata)
+    return HelloAck(_introduction(ack, "hello_ack"), ack.mover_metadata)
 
 
 ALIVE = Request(alive=handoff.Alive())
@@ -88,11 +76,12 @@ ALIVE = Request(alive=handoff.Alive())
 def to_receiver(message: Request) -> tuple[AttemptKey, session.FromSender]:
     match message.WhichOneof("message"):
         case "commit":
-            return _key(message.commit.handoff), _commit(message.commit)
+            return key_from_proto(message.commit.handoff), _commit(message.commit)
         case "quiesced":
-            return _key(message.quiesced.handoff), session.Quiesced(message.quiesced.reason[:MAX_REASON_CHARS])
+            reason = message.quiesced.reason[:MAX_REASON_CHARS]
+            return key_from_proto(message.quiesced.handoff), session.Quiesced(reason)
         case "landed":
-            return _key(message.landed.handoff), session.PagesLanded(_digests(message.landed))
+            return key_from_proto(message.landed.handoff), session.PagesLanded(_digests(message.landed))
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
@@ -100,11 +89,12 @@ def to_receiver(message: Request) -> tuple[AttemptKey, session.FromSender]:
 def to_sender(message: Response) -> tuple[AttemptKey, session.FromReceiver]:
     match message.WhichOneof("message"):
         case "grant":
-            return _key(message.grant.handoff), _grant(message.grant)
+            return key_from_proto(message.grant.handoff), _grant(message.grant)
         case "taken":
-            return _key(message.taken.handoff), session.Taken()
+            return key_from_proto(message.taken.handoff), session.Taken()
         case "withdrawn":
-            return _key(message.withdrawn.handoff), session.Withdrawn(message.withdrawn.reason[:MAX_REASON_CHARS])
+            reason = message.withdrawn.reason[:MAX_REASON_CHARS]
+            return key_from_proto(message.withdrawn.handoff), session.Withdrawn(reason)
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
@@ -150,28 +140,12 @@ def from_sender(key: AttemptKey, message: session.FromSender) -> Request:
             return Request(quiesced=quiesced)
 
 
-def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
-    if not 1 <= len(message.worker_id) <= MAX_WORKER_ID_CHARS:
-        raise ProtocolError(f"worker_id: {len(message.worker_id)} characters, 1 to {MAX_WORKER_ID_CHARS} are allowed")
-    if message.incarnation == 0:
-        raise ProtocolError("incarnation: 0 is nobody's", PeerFault.INCARNATION)
-    peer = Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
-    return Introduction(peer, layout_from_proto(message.layout))
+def _introduction(message: handoff.Hello | handoff.HelloAck, field: str) -> Introduction:
+    return Introduction(peer_from_proto(message, field), layout_from_proto(message.layout))
 
 
 def _id(key: AttemptKey) -> handoff.HandoffId:
     return handoff.HandoffId(request_id=key.request_id, attempt=key.attempt)
-
-
-def _key(message: handoff.HandoffId) -> AttemptKey:
-    return handoff_key(message.request_id, message.attempt)
-
-
-def handoff_key(request_id: bytes, attempt: int) -> AttemptKey:
-    """Return the name of an attempt, as peers and routers write it."""
-    if len(request_id) != REQUEST_ID_BYTES:
-        raise ProtocolError(f"request_id: {len(request_id)} bytes, {REQUEST_ID_BYTES} are needed")
-    return AttemptKey(RequestId(request_id), Attempt(attempt))
 
 
 def _grant(message: handoff.Grant) -> session.Grant:

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict
 
 from pdserve.base.errors import ProtocolError
-from pdserve.base.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.perfmodel.curve import Step, TimedStep
+from pdserve.base.ids import Attempt, RequestId, WorkerId
+from pdserve.perfmodel.wire import read_cost
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.adapters import DIGEST_BYTES, MAX_ADAPTERS, MAX_NAME_BYTES, Adapter
 from pdserve.protocol.inference import params_to_proto
 from pdserve.protocol.kvlayout import KvLayout, Tier
-from pdserve.protocol.link import FAILURES, ROLE_NUMBERS, ROLES, STAGES, TIERS, layout_from_proto
+from pdserve.protocol.link import FAILURES, ROLE_NUMBERS, ROLES, STAGES, TIERS, layout_from_proto, peer_from_proto
 from pdserve.protocol.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.protocol.reports import LoadPart, ReportedLoad
 from pdserve.protocol.sampling import PromptLogprobs
@@ -36,7 +36,6 @@ from pdserve.router.requests.events import (
 )
 from pdserve.router.requests.timeline import Ledger, Usage
 
-MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
 MAX_LAUNCH_ID_BYTES = 64
 MAX_TRIAL_STEPS = 64
@@ -71,16 +70,8 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
 def _step(
     link_id: LinkId, deltas: Seq[link.TokenDelta], cost: link.StepCost, prompts: Seq[PromptScored]
 ) -> StepReported:
-    timed = _timed(cost)
+    timed = read_cost(cost)
     return StepReported(link_id, deltas, timed.step, timed.elapsed_s, prompts, cost.age_us / 1e6)
-
-
-def _timed(cost: link.StepCost) -> TimedStep:
-    guesses = min(cost.decode_guesses, max(0, cost.decode_sequences - 1))
-    kept = min(cost.decode_kept_guesses, guesses)
-    decoding = cost.decode_sequences, cost.decode_kv_tokens, guesses, kept
-    step = Step(cost.prefill_tokens, cost.prefill_work, *decoding)
-    return TimedStep(step, cost.elapsed_us / 1e6)
 
 
 def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None) -> WorkerEvent:
@@ -167,22 +158,17 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
     role = ROLES.get(register.role)
     if role is None:
         raise ProtocolError(f"register.role: {register.role} is unknown")
-    if not 0 < len(register.worker_id.encode()) <= MAX_WORKER_ID_BYTES:
-        raise ProtocolError(f"register.worker_id: has to be of 1 to {MAX_WORKER_ID_BYTES} bytes")
     if len(register.device.encode()) > MAX_DEVICE_BYTES:
         raise ProtocolError(f"register.device: {len(register.device.encode())} bytes, {MAX_DEVICE_BYTES} are allowed")
     if len(register.launch_id.encode()) > MAX_LAUNCH_ID_BYTES:
         raise ProtocolError(f"register.launch_id: at most {MAX_LAUNCH_ID_BYTES} bytes are allowed")
     if len(register.trial_steps) > MAX_TRIAL_STEPS:
         raise ProtocolError(f"register.trial_steps: {len(register.trial_steps)}, {MAX_TRIAL_STEPS} are allowed")
-    if register.incarnation == 0:
-        raise ProtocolError("register.incarnation: 0 stands for unknown")
     if register.ready and not (register.max_num_seqs and register.max_model_len and register.max_num_batched_tokens):
         raise ProtocolError("register: max_num_seqs, max_model_len and max_num_batched_tokens have to be over 0")
     return Registration(
-        link=link_id,
-        worker_id=WorkerId(register.worker_id),
-        incarnation=Incarnation(register.incarnation),
+        link_id,
+        *peer_from_proto(register, "register"),
         role=role,
         protocol_version=register.protocol_version,
         ready=register.ready,
@@ -197,7 +183,7 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         age_s=register.age_ms / 1000,
         device=register.device,
         role_epoch=register.role_epoch,
-        trial=tuple(map(_timed, register.trial_steps)),
+        trial=tuple(map(read_cost, register.trial_steps)),
         adapters=_adapters(register),
     )
 

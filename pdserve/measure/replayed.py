@@ -9,14 +9,14 @@ from typing import TypeAlias
 import grpc
 
 from pdserve.base.clock import new_incarnation
-from pdserve.base.ids import PROTOCOL_VERSION, Attempt, AttemptKey, RequestId
+from pdserve.base.ids import PROTOCOL_VERSION, AttemptKey
 from pdserve.engine.sequence import Finish
 from pdserve.net.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_secret
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
 from pdserve.protocol.kvlayout import KvLayout
-from pdserve.protocol.link import layout_to_proto
+from pdserve.protocol.link import key_from_proto, layout_to_proto
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.sampling import SampledToken
 from pdserve.protocol.token_ids import TOKEN_ID_BYTES
@@ -36,7 +36,7 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachRes
 
 class _Sequence:
     def __init__(self, spec: link.SequenceSpec, index: int) -> None:
-        self.key = _key(spec)
+        self.key = key_from_proto(spec)
         self.index = index
         self.position = len(spec.token_ids) // TOKEN_ID_BYTES - spec.num_prompt_tokens
         self.max_tokens = spec.sampling.max_tokens
@@ -94,7 +94,7 @@ class Replayed:
         match message.WhichOneof("message"):
             case "place" if message.place.HasField("source"):
                 spec = message.place.spec
-                self._expected[_key(spec)] = spec
+                self._expected[key_from_proto(spec)] = spec
             case "place":
                 self._prompts.append(message.place)
             case "cancel":
@@ -103,10 +103,10 @@ class Replayed:
                 pass  # nothing is computed here
 
     def _cancel(self, cancel: link.Cancel) -> None:
-        key = AttemptKey(RequestId(cancel.request_id), Attempt(cancel.attempt))
+        key = key_from_proto(cancel)
         if not cancel.indices:
             self._expected.pop(key, None)
-            self._prompts = [place for place in self._prompts if _key(place.spec) != key]
+            self._prompts = [place for place in self._prompts if key_from_proto(place.spec) != key]
         for each in [each for each in self._running if each[0] == key]:
             if not cancel.indices or each[1] in cancel.indices:
                 del self._running[each]
@@ -137,7 +137,7 @@ class Replayed:
         waiting = []
         for place in self._prompts:
             spec = place.spec
-            key = _key(spec)
+            key = key_from_proto(spec)
             expected = self._expected.pop(key, None)
             if place.HasField("target") and expected is None:
                 waiting.append(place)  # its message to the decode worker has not come yet
@@ -177,10 +177,6 @@ class Replayed:
             finish = None if goes_on or position + 1 < end else Finish.LENGTH
             reports.append(Tokens(_ROUTER, sequence.key, sequence.index, position, (token,), finish))
         return goes_on
-
-
-def _key(spec: link.SequenceSpec) -> AttemptKey:
-    return AttemptKey(RequestId(spec.request_id), Attempt(spec.attempt))
 
 
 def _stages(key: AttemptKey, at_s: float, *stages: Stage) -> list[Progress]:

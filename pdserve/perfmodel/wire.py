@@ -1,14 +1,30 @@
-"""Step costs as routers report them: messages of admin.proto, written and read."""
+"""Steps as workers report them in link.proto, and costs as routers learn them in admin.proto: written and read."""
 
 from collections.abc import Iterable
 
 from pdserve.base.roles import Role
-from pdserve.perfmodel.curve import ENOUGH_STEPS, Curve, DecodePiece
+from pdserve.perfmodel.curve import ENOUGH_STEPS, Curve, DecodePiece, Step, TimedStep
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.link import ROLE_NUMBERS, layout_to_proto
+
+
+def write_cost(step: Step, elapsed_s: float, cost: link.StepCost) -> None:
+    cost.elapsed_us = round(elapsed_s * 1e6)
+    if step.prefill_tokens:
+        cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
+    if step.sequences:
+        cost.decode_sequences, cost.decode_kv_tokens = step.sequences, step.kv_tokens
+        cost.decode_guesses, cost.decode_kept_guesses = step.guesses, step.kept_guesses
+
+
+def read_cost(cost: link.StepCost) -> TimedStep:
+    guesses = min(cost.decode_guesses, max(0, cost.decode_sequences - 1))
+    kept = min(cost.decode_kept_guesses, guesses)
+    decoding = cost.decode_sequences, cost.decode_kv_tokens, guesses, kept
+    return TimedStep(Step(cost.prefill_tokens, cost.prefill_work, *decoding), cost.elapsed_us / 1e6)
 
 
 def costs_to_proto(role: Role, device: str, layout: KvLayout, costs: LearntCosts) -> admin.LearntCosts:

@@ -1,10 +1,12 @@
-"""What both ends of link.proto share: numbers of its enumerations, and layouts.
+"""What both ends of link.proto share: numbers of its enumerations, names of processes and attempts, layouts.
 
 Each end has its own half of the messages: `router/wire.py` and `worker/wire.py`.
 """
 
-from pdserve.base.errors import ConfigError, ProtocolError
+from pdserve.base.errors import ConfigError, PeerFault, ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
 from pdserve.base.roles import Role
+from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, SCALED, KvGroup, KvLayout, Tier
 from pdserve.protocol.paging import PageShape, Paging
@@ -18,10 +20,34 @@ TIERS = {link.Tier.Value(f"TIER_{tier.name}"): tier for tier in Tier}
 TIER_NUMBERS = {tier: number for number, tier in TIERS.items()}
 FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 FAILURE_NUMBERS = {failure: number for number, failure in FAILURES.items()}
+REQUEST_ID_BYTES = 16
+MAX_WORKER_ID_BYTES = 128
 MAX_KV_GROUPS = 64
 KV_PARTS = {1, 2}
 _LAYOUT_FIELDS = tuple(name for name in KvLayout.__slots__ if name != "others")
 _GROUP_FIELDS = ("name", "num_layers", "num_kv_heads", "head_dim", "page_size", "kv_parts", "state_elements")
+
+
+def peer_from_proto(
+    message: link.Register | link.WorkerRef | link.ProcessGone | handoff.Hello | handoff.HelloAck, field: str
+) -> Peer:
+    """Return the process that a message names, there called `field`; ProtocolError if it names none."""
+    num_bytes = len(message.worker_id.encode())
+    if not 0 < num_bytes <= MAX_WORKER_ID_BYTES:
+        raise ProtocolError(f"{field}.worker_id: {num_bytes} bytes, 1 to {MAX_WORKER_ID_BYTES} are allowed")
+    if not message.incarnation:
+        raise ProtocolError(f"{field}.incarnation: 0 is nobody's", PeerFault.INCARNATION)
+    return Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
+
+
+def key_from_proto(
+    message: link.SequenceSpec | link.Move | link.Share | link.Cancel | handoff.HandoffId,
+) -> AttemptKey:
+    """Return the attempt that a message names; ProtocolError if it names none."""
+    num_bytes = len(message.request_id)
+    if num_bytes != REQUEST_ID_BYTES:
+        raise ProtocolError(f"request_id: {num_bytes} bytes, {REQUEST_ID_BYTES} are needed")
+    return AttemptKey(RequestId(message.request_id), Attempt(message.attempt))
 
 
 def layout_to_proto(layout: KvLayout) -> link.KvLayout:

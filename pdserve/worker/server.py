@@ -29,10 +29,10 @@ from pdserve.net.credentials import Connections, Credentials
 from pdserve.net.health import answering
 from pdserve.observe.metrics import Sample, connection_samples, span_samples
 from pdserve.observe.metrics_server import showing
+from pdserve.perfmodel.wire import write_cost
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.link import ROLE_NUMBERS, layout_to_proto
 from pdserve.settings.config import WorkerConfig
-from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.boot import Engine, build_engine, build_mover, check_network, open_model
 from pdserve.worker.core import WorkerCore
@@ -111,7 +111,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
             with ending_on_broken_device():
                 trial = await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, executor.start)
             for each in trial:
-                wire.write_cost(each.step, each.elapsed_s, register.trial_steps.add())
+                write_cost(each.step, each.elapsed_s, register.trial_steps.add())
                 scheduler.speculation.observe(each.step, each.elapsed_s)
 
         def reporter(publisher: KvPublisher | None) -> Reporter:

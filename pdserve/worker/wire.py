@@ -8,19 +8,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from pdserve.base.errors import PeerFault, ProtocolError
-from pdserve.base.ids import Attempt, Incarnation, Peer, WorkerId
+from pdserve.base.ids import Attempt, Peer
 from pdserve.engine.sequence import Finish, Job
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.speed import PairSpeed
-from pdserve.kvtransfer.wire import handoff_key
 from pdserve.observe.trace_context import read_trace
-from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.wire import write_cost
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.adapters import DIGEST_BYTES, AdapterDigest
 from pdserve.protocol.drafts import SOURCE_NUMBERS
 from pdserve.protocol.inference import logprobs_to_proto, params_from_proto
-from pdserve.protocol.link import FAILURE_NUMBERS, ROLE_NUMBERS, ROLES, STAGE_NUMBERS
+from pdserve.protocol.link import FAILURE_NUMBERS, ROLE_NUMBERS, ROLES, STAGE_NUMBERS, key_from_proto, peer_from_proto
 from pdserve.protocol.prefix_hash import CacheScope
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.token_ids import TOKEN_ID_BYTES, from_wire
@@ -45,23 +44,13 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> mess
             return _role_given(message.set_role)
         case "cancel":
             cancel = message.cancel
-            return messages.Cancelled(*handoff_key(cancel.request_id, cancel.attempt), tuple(cancel.indices))
+            return messages.Cancelled(*key_from_proto(cancel), tuple(cancel.indices))
         case "drain":
             return messages.DrainCancelled() if message.drain.cancel else messages.DrainAsked()
         case "process_gone":
-            gone = message.process_gone
-            return PeerGone(Peer(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))
+            return PeerGone(peer_from_proto(message.process_gone, "process_gone"))
         case _:
             return None
-
-
-def write_cost(step: Step, elapsed_s: float, cost: link.StepCost) -> None:
-    cost.elapsed_us = round(elapsed_s * 1e6)
-    if step.prefill_tokens:
-        cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
-    if step.sequences:
-        cost.decode_sequences, cost.decode_kv_tokens = step.sequences, step.kv_tokens
-        cost.decode_guesses, cost.decode_kept_guesses = step.guesses, step.kept_guesses
 
 
 def step_report(
@@ -134,7 +123,7 @@ def _write_prompt(reported: messages.PromptScored, prompt: link.PromptDelta) -> 
 def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Placed:
     spec = place.spec
     params = params_from_proto(spec.sampling)
-    key = handoff_key(spec.request_id, spec.attempt)
+    key = key_from_proto(spec)
     job = Job(
         request_id=key.request_id,
         attempt=key.attempt,
@@ -145,7 +134,7 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Plac
         scope=_scope(spec.cache_salt, spec.adapter, "spec.adapter"),
         priority=spec.priority,
     )
-    source = _peer(place.source, "source") if place.HasField("source") else None
+    source = peer_from_proto(place.source, "source") if place.HasField("source") else None
     if place.HasField("fetch") and source is not None:
         raise ProtocolError("fetch: the prompt comes from a source")
     if params.pooling is not None and (source is not None or place.HasField("target")):
@@ -163,7 +152,8 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Plac
 def _fetch(fetch: link.Fetch, now_s: float) -> messages.Fetch:
     if not fetch.num_tokens:
         raise ProtocolError("fetch.num_tokens: 0")
-    return messages.Fetch(_peer(fetch.holder, "fetch.holder"), fetch.num_tokens, now_s + fetch.within_ms / 1000)
+    holder = peer_from_proto(fetch.holder, "fetch.holder")
+    return messages.Fetch(holder, fetch.num_tokens, now_s + fetch.within_ms / 1000)
 
 
 def _move(move: link.Move, router: RouterRef) -> messages.MoveAsked:
@@ -172,7 +162,7 @@ def _move(move: link.Move, router: RouterRef) -> messages.MoveAsked:
         raise ProtocolError(f"new_attempt: {move.new_attempt} is not above attempt {move.attempt}")
     if not move.num_tokens:
         raise ProtocolError("move.num_tokens: 0")
-    key, new_attempt = handoff_key(move.request_id, move.attempt), Attempt(move.new_attempt)
+    key, new_attempt = key_from_proto(move), Attempt(move.new_attempt)
     return messages.MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
 
 
@@ -181,7 +171,7 @@ def _share(share: link.Share, now_s: float) -> messages.ShareAsked:
     if len(share.token_ids) > MAX_TOKEN_IDS * TOKEN_ID_BYTES:
         raise ProtocolError(f"share.token_ids: {len(share.token_ids)} bytes, the limit is {MAX_TOKEN_IDS} tokens")
     token_ids = from_wire(share.token_ids, "share.token_ids")
-    key, deadline_s = handoff_key(share.request_id, share.attempt), now_s + share.within_ms / 1000
+    key, deadline_s = key_from_proto(share), now_s + share.within_ms / 1000
     scope = _scope(share.cache_salt, share.adapter, "share.adapter")
     return messages.ShareAsked(key, token_ids, scope, target, address, deadline_s)
 
@@ -204,15 +194,7 @@ def _role_given(given: link.SetRole) -> messages.RoleGiven:
 def _target(worker: link.WorkerRef) -> tuple[Peer, str]:
     if not worker.handoff_address:
         raise ProtocolError("target.handoff_address: empty")
-    return _peer(worker, "target"), worker.handoff_address
-
-
-def _peer(worker: link.WorkerRef, field: str) -> Peer:
-    if not worker.worker_id:
-        raise ProtocolError(f"{field}.worker_id: empty")
-    if not worker.incarnation:
-        raise ProtocolError(f"{field}.incarnation: 0")
-    return Peer(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
+    return peer_from_proto(worker, "target"), worker.handoff_address
 
 
 def _write_progress(reported: messages.Progress, now_s: float, progress: link.Progress) -> None:

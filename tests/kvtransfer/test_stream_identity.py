@@ -67,7 +67,7 @@ async def test_another_worker_at_the_address_is_refused() -> None:
     [
         (lambda m: setattr(m.hello, "protocol_version", 99), f"protocol_version: 99 there, {PROTOCOL_VERSION} here"),
         (lambda m: setattr(m.hello, "worker_id", ""), "worker_id"),
-        (lambda m: setattr(m.hello, "worker_id", "w" * 254), "worker_id"),
+        (lambda m: setattr(m.hello, "worker_id", "w" * 129), "worker_id"),
         (lambda m: setattr(m.hello, "incarnation", 0), "incarnation"),
         (lambda m: setattr(m.hello, "mover", "carrier pigeon"), "mover"),
         (lambda m: setattr(m.hello.layout, "dtype", "int3"), "layout.dtype"),

@@ -51,9 +51,9 @@ async def test_a_stream_of_each_api_reads_whole_answers_and_sees_their_first_tex
 
 
 def test_a_prompt_that_is_cancelled_before_its_step_is_not_computed() -> None:
-    workers, kept = Replayed(MODEL, [1], max_num_seqs=8), link.Place(spec=link.SequenceSpec(request_id=b"kept"))
-    workers._prompts = [link.Place(spec=link.SequenceSpec(request_id=b"left", attempt=1)), kept]
-    workers._cancel(link.Cancel(request_id=b"left", attempt=1))
+    workers, kept = Replayed(MODEL, [1], max_num_seqs=8), link.Place(spec=link.SequenceSpec(request_id=4 * b"kept"))
+    workers._prompts = [link.Place(spec=link.SequenceSpec(request_id=4 * b"left", attempt=1)), kept]
+    workers._cancel(link.Cancel(request_id=4 * b"left", attempt=1))
     assert workers._prompts == [kept]
 
 

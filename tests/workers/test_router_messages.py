@@ -92,10 +92,10 @@ def without(message: object, **fields: object) -> object:
         ({"move": without(MOVE, new_attempt=1)}, "new_attempt: 1 is not above attempt 1"),
         ({"move": without(MOVE, num_tokens=0)}, r"move\.num_tokens: 0"),
         ({"move": without(MOVE, target__incarnation=0)}, r"target\.incarnation: 0"),
-        ({"move": without(MOVE, target__worker_id="")}, r"target\.worker_id: empty"),
+        ({"move": without(MOVE, target__worker_id=129 * "w")}, r"target\.worker_id: 129 bytes"),
+        ({"process_gone": link.ProcessGone(worker_id="d0")}, r"process_gone\.incarnation: 0"),
         ({"move": without(MOVE, target__handoff_address="")}, r"target\.handoff_address: empty"),
         ({"share": without(SHARE, request_id=b"")}, "request_id: 0 bytes"),
-        ({"share": without(SHARE, target__incarnation=0)}, r"target\.incarnation: 0"),
         ({"share": without(SHARE, target__handoff_address="")}, r"target\.handoff_address: empty"),
         ({"share": without(SHARE, token_ids=b"123")}, r"share\.token_ids: 3 bytes"),
         ({"share": without(SHARE, token_ids=bytes(4 * (wire.MAX_TOKEN_IDS + 1)))}, r"share\.token_ids: .* limit is"),
@@ -106,7 +106,7 @@ def without(message: object, **fields: object) -> object:
         ({"place": place(fetch=link.Fetch(holder=TARGET))}, r"fetch\.num_tokens: 0"),
         ({"place": place(fetch=FETCH, source=TARGET)}, "fetch: the prompt comes from a source"),
         ({"place": place(extra_tokens=1)}, "extra_tokens: 1, and no source"),
-        ({"place": place(fetch=link.Fetch(num_tokens=4))}, r"fetch\.holder\.worker_id: empty"),
+        ({"place": place(fetch=link.Fetch(num_tokens=4))}, r"fetch\.holder\.worker_id: 0 bytes"),
     ],
 )
 def test_a_field_that_cannot_be_is_named(message: dict[str, object], problem: str) -> None:
