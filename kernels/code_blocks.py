@@ -30,6 +30,7 @@ class CodeBlocks:
     group: int  # inputs that share a scale: a multiple of BLOCK, or all
     bias: Tensor | None = None  # [outputs]
     order: Tensor | None = None  # int64 [inputs]: of whose inputs the codes are; None: in their order
+    rounded: bool = False  # whether products round inputs to 8 bits first
 
     def __post_init__(self) -> None:
         num_blocks, outputs, groups = -(-self.inputs // BLOCK), self.codes.shape[1], -(-self.inputs // self.group)

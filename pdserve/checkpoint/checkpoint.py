@@ -20,7 +20,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.embedding import GENERATING, Embedding
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
-from pdserve.model.weights import GROUP, Part, Stored, Weights
+from pdserve.model.weights import GROUP, Codes, Part, Stored, Weights
 from pdserve.protocol.refusal import RefusedError
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Device, Quantization
@@ -276,4 +276,4 @@ def _rounded(name: str, stored: Stored, bits: int | None) -> Stored:
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
 
-    return Stored(stored.shape, read, GROUP)
+    return Stored(stored.shape, read, GROUP, Codes(bits, GROUP))

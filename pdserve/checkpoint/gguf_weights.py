@@ -23,7 +23,7 @@ from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.groups import SIGNED_ZERO, Bytes, Floats, Groups, Halves, mxfp4, packed_halves, quantized
-from pdserve.model.weights import GROUP, Part, Stored, Weights
+from pdserve.model.weights import GROUP, Codes, Part, Stored, Weights
 
 SUPER_GROUP = 256  # inputs of a block of Q4_K
 HALF_BYTES = 2  # of a float16
@@ -48,8 +48,15 @@ def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = Fals
         keeps = keep_coded and tensor.is_quantized and len(tensor.shape) == 2
         minus = family.norms_plus if tensor.name.endswith("norm.weight") else 0.0
         reader = _Reader(file.path, raw, tensor, num_heads, keeps, minus)
-        weights[name] = Stored(tensor.shape, reader.read, GROUP if keeps else 1)
+        weights[name] = Stored(tensor.shape, reader.read, *((GROUP, _codes(tensor)) if keeps else ()))
     return _with_whole_expansions(weights)
+
+
+def _codes(tensor: GgufTensor) -> Codes:
+    """Return how `read_groups` codes a tensor."""
+    kinds = GGMLQuantizationType
+    has_zeros = tensor.kind in (kinds.Q4_1, kinds.Q4_K)
+    return Codes(4 if has_zeros or tensor.kind in (kinds.Q4_0, kinds.MXFP4) else 8, GROUP, has_zeros=has_zeros)
 
 
 def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelConfig) -> Iterator[GgufTensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import FileCodes
 from pdserve.model.fields import Fields
-from pdserve.model.weights import GROUP, SEGMENT, Part, Stored, Weights
+from pdserve.model.weights import GROUP, SEGMENT, Codes, Part, Stored, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ class Format:
     older: bool = False  # of GPTQ
     coded_as: FileCodes | None = None  # codes that products take
     in_order: bool = True  # whether inputs come in the order of their groups
+    has_floats: bool = False  # codes of 8 bits are FP8
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -79,7 +80,9 @@ def _fp8(section: Fields) -> Format:
         section.text(key, "")
     section.flag("dequantize", default=False)
     block = _block(section, "weight_block_size")
-    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=block, coded_as="fp8" if _is_kept(block) else None)
+    return Format(
+        "fp8", SCALES, ("weight",), OF_INPUTS, block=block, coded_as="fp8" if _is_kept(block) else None, has_floats=True
+    )
 
 
 def _is_kept(block: tuple[int, int] | None) -> bool:
@@ -132,7 +135,7 @@ def _compressed(section: Fields) -> Format:
         if section.section(key).unread():
             raise section.unsupported(key, "nothing")
     groups = section.section("config_groups")
-    block, in_order = None, True
+    block, in_order, has_floats = None, True, False
     for name in groups.unread():
         weights = groups.section(name).section("weights")
         kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
@@ -141,6 +144,7 @@ def _compressed(section: Fields) -> Format:
         served = ("channel", "group", "tensor", *(("block",) if kind == "float" else ()))
         if weights.text("strategy", "channel") not in served:
             raise weights.unsupported("strategy", f"one of {', '.join(served)}")
+        has_floats |= kind == "float"
         in_order &= weights.text("actorder", "weight") not in ("group", "dynamic")
         block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
@@ -151,6 +155,7 @@ def _compressed(section: Fields) -> Format:
         block=block,
         coded_as="compressed-tensors" if _is_kept(block) else None,
         in_order=in_order,
+        has_floats=has_floats,
     )
 
 
@@ -201,7 +206,20 @@ def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool
         return coded.values()[part] if taken is None else taken
 
     group = GROUP if of.block is None else of.block[1]
-    return Stored(shape, read, group if keep_coded and shape[1] % group == 0 else 1)
+    codes = _codes(parts, of, shape[1]) if keep_coded else None
+    return Stored(shape, read, group if keep_coded and shape[1] % group == 0 else 1, codes)
+
+
+def _codes(parts: dict[str, Stored], of: Format, inputs: int) -> Codes | None:
+    """Return how products take a matrix, where its scales are theirs."""
+    scales = next(parts[name].shape for name in ("scales", *SCALES) if name in parts)
+    groups = scales[0] if "scales" in parts else scales[1] if len(scales) == 2 else 1
+    group, is_fp8 = inputs // groups if of.block is None else of.block[1], of.has_floats and "weight" in parts
+    if is_fp8:
+        return Codes(8, group, is_fp8=True) if of.block is not None or groups == 1 else None
+    bits = parts["weight_packed"].shape[1] * 32 // inputs if "weight_packed" in parts else of.bits
+    has_zeros = "qzeros" in parts or "weight_zero_point" in parts
+    return Codes(bits, group, has_zeros=has_zeros) if group % GROUP == 0 else None
 
 
 def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "Scaled | Coded":

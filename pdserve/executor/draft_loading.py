@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, naming
+from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, in_form, naming, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter, ModelDrafter
 from pdserve.engine.head_drafting import HeadDrafter
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
-from pdserve.executor.form import DTYPES, Form, bytes_of, choose_form, load_form, untried_kind, weight_bytes
+from pdserve.executor.form import DTYPES, Form, choose_form, load_form, untried_kind, weight_bytes
 from pdserve.executor.head_files import HeadFiles, MtpFiles, open_head, open_mtp
 from pdserve.executor.memory import available_bytes
 from pdserve.model.loading import needed_weights
@@ -103,12 +103,11 @@ def draft_bytes(drafts: Drafts, quantization: ChosenQuantization, dtype: str) ->
     if drafts is None:
         return 0, 0
     if not isinstance(drafts, Form):
-        return sum([bytes_of(name, stored, quantization, dtype) for name, stored in drafts.weights.items()]), 0
+        return weight_bytes(in_form(drafts.weights, quantization), dtype, "cpu"), 0
     shape = drafts.checkpoint.config
-    weights = needed_weights(shape, drafts.checkpoint.weights())
+    weights = needed_weights(shape, weights_in_form(drafts.checkpoint, drafts.quantization))
     row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[drafts.dtype].itemsize
-    held_bytes = weight_bytes(drafts.checkpoint, weights, drafts.quantization, drafts.dtype)
-    return held_bytes, shape.num_layers * row_bytes
+    return weight_bytes(weights, drafts.dtype, "cpu"), shape.num_layers * row_bytes
 
 
 def load_drafter(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization
+from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
 from pdserve.executor.draft_loading import Drafts, draft_bytes, open_drafts, with_room
 from pdserve.executor.form import KERNEL_DEVICES, choose_kv_code, weight_bytes
@@ -114,7 +114,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
-    weights = needed_weights(config, checkpoint.weights())
+    weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
     if problem := choices.degrees.problem(device, choices.kv_cache_dtype):
         raise ConfigError(problem)
     check_library(choices.degrees)
@@ -122,7 +122,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
-    held_bytes = weight_bytes(checkpoint, weights, quantization, dtype)
+    held_bytes = weight_bytes(weights, dtype, device)
     draft_weight_bytes, draft_token_bytes = draft_bytes(drafts, quantization, dtype)
     return Footprint(
         name=checkpoint.name,

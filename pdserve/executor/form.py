@@ -10,9 +10,10 @@ import torch
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import (
+    EMBEDDING,
+    UNROUNDED,
     Checkpoint,
     ChosenQuantization,
-    bits_of,
     choose_quantization,
     weights_in_form,
 )
@@ -24,11 +25,12 @@ from pdserve.kernels.tuning import device_of
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model, load_rank
+from pdserve.model.ops import rounds_inputs
 from pdserve.model.parallel import Collective
 from pdserve.model.stages import Stages
-from pdserve.model.weights import GROUP, Stored, Weights
+from pdserve.model.weights import GROUP, SEGMENT, Stored, Weights
 from pdserve.protocol.kvlayout import KvCode
-from pdserve.settings.config import KvCacheDtype, WorkerConfig
+from pdserve.settings.config import Device, KvCacheDtype, WorkerConfig
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 logger = logging.getLogger(__name__)
@@ -36,10 +38,8 @@ logger = logging.getLogger(__name__)
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
 LATENT_ROWS = ", latents first"  # as well: workers whose rows begin with other features are not paired
-OF_4_BITS = ("int4", "awq", "mxfp4")  # with which a GPU multiplies inputs of 16 bits alone
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
+SCALE_RUNS = (SEGMENT, 64, GROUP)  # inputs that share a scale on a GPU, where they are not all
 
 Progress = Callable[[float], None]  # takes the share of the model that is loaded
 
@@ -76,18 +76,28 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
 
 
 def _products(config: WorkerConfig, quantization: ChosenQuantization) -> str:
-    """Name what is multiplied. ConfigError where a GPU would not take inputs of 8 bits although they are asked for."""
+    """Name what is multiplied."""
     if quantization == "none":
         return quantization
     named = f"{quantization} x {config.quantized_inputs} bits"
-    if config.device != "cuda" or config.quantized_inputs != 8:
+    if config.device != "cuda" or config.quantized_inputs != 8 or device_of("cuda").multiplies_e4m3:
         return named
-    has_floats = device_of("cuda").multiplies_e4m3
-    if quantization in OF_4_BITS or (quantization == "fp8" and not has_floats):
+    return f"{named}, floats of 8 bits x 16 bits"
+
+
+def check_inputs(config: WorkerConfig, model: Model) -> None:
+    """Log how many matrices take inputs of 8 bits where these are asked for; ConfigError if none does."""
+    if config.quantized_inputs != 8:
+        return
+    matrices = {id(each): each for each in model.matrices()}
+    if model.embedding is not model.lm_head:
+        matrices.pop(id(model.embedding), None)  # its rows are looked up
+    count = sum(map(rounds_inputs, matrices.values()))
+    if count == 0:
         raise ConfigError(
-            f"quantized_inputs: this GPU does not multiply {quantization} with inputs of 8 bits; 16 is served"
+            "quantized_inputs: 8: no product of these weights rounds its inputs on this device; 16 is served"
         )
-    return named if has_floats else f"{named}, floats of 8 bits x 16 bits"
+    logger.info("inputs of %d of %d matrices are rounded to 8 bits", count, len(matrices))
 
 
 def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
@@ -111,21 +121,22 @@ def untried_kind(model: ModelConfig, **others: bool) -> str | None:
     return next((kind for kind, has in kinds.items() if has), None)
 
 
-def weight_bytes(checkpoint: Checkpoint, weights: Weights, quantization: ChosenQuantization, dtype: str) -> int:
-    """Return the bytes that weights take in memory, nearly. weights: those of the checkpoint that a model needs."""
-    if quantization == "mxfp4":  # a block takes more than in the file
-        experts = {name: stored for name, stored in weights.items() if ".experts." in name}
-        others = {name: stored for name, stored in weights.items() if name not in experts}
-        return weight_bytes(checkpoint, experts, "int4", dtype) + weight_bytes(checkpoint, others, "none", dtype)
-    if quantization == checkpoint.coded_as:
-        return sum([file.stat().st_size for file in checkpoint.weight_files])
-    return sum([bytes_of(name, stored, quantization, dtype) for name, stored in weights.items()])
+def weight_bytes(weights: Weights, dtype: str, device: Device) -> int:
+    """Return the bytes that weights take in a device's memory, nearly. weights: in the form in which they are held."""
+    return sum([_bytes_of(name, stored, dtype, device) for name, stored in weights.items()])
 
 
-def bytes_of(name: str, stored: Stored, quantization: ChosenQuantization, dtype: str) -> int:
-    """Return the bytes that a tensor of floats takes in memory, nearly."""
-    count, bits = prod(stored.shape), bits_of(name, stored, quantization)
-    return count * DTYPES[dtype].itemsize if bits is None else count * bits // 8 + count // GROUP * SCALE_BYTES
+def _bytes_of(name: str, stored: Stored, dtype: str, device: Device) -> int:
+    count, codes, on_gpu = prod(stored.shape), stored.codes, device == "cuda"
+    takes_fp8 = on_gpu or (dtype == "bfloat16" and name != EMBEDDING)
+    if codes is None or name.endswith(UNROUNDED) or (codes.is_fp8 and not takes_fp8) or (on_gpu and name == EMBEDDING):
+        return count * DTYPES[dtype].itemsize
+    outputs, inputs = stored.shape
+    group, scale_bytes = SEGMENT if codes.is_fp8 else GROUP, 4  # of an integer's group a scale and a minimum
+    if on_gpu:
+        group = next((run for run in SCALE_RUNS if codes.group < inputs and codes.group % run == 0), inputs)
+        scale_bytes = 4 if codes.is_fp8 or codes.has_zeros else 2
+    return count * codes.bits // 8 + outputs * -(-inputs // group) * scale_bytes
 
 
 def load_form(

@@ -15,7 +15,16 @@ from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
 from pdserve.executor.executor import Executor
-from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose_form, choose_kv_code, load_form
+from pdserve.executor.form import (
+    DTYPES,
+    KERNEL_DEVICES,
+    Form,
+    Progress,
+    check_inputs,
+    choose_form,
+    choose_kv_code,
+    load_form,
+)
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
@@ -82,6 +91,7 @@ def _load(
         executor = _ranked(config, form, (num_pages, layout), thread, progress)
         return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
     model = load_form(config, form, device, None, progress)
+    check_inputs(config, model)
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
     limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
@@ -104,6 +114,7 @@ def _ranked(
     followers = Followers(config, form, num_pages, layout)
     try:
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
+        check_inputs(config, model)
         eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
         runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
         followers.meet()

@@ -54,7 +54,8 @@ def joined_blocks(matrices: Sequence[object]) -> CodeBlocks:
     lows = [each.minimums for each in alike if each.minimums is not None]
     biases = [each.bias for each in alike if each.bias is not None]
     minimums, bias = torch.cat(lows, 1) if lows else None, torch.cat(biases) if biases else None
-    return replace(parts[0], codes=codes, scales=scales, minimums=minimums, group=group, bias=bias)
+    together = replace(parts[0], codes=codes, scales=scales, minimums=minimums, group=group, bias=bias)
+    return replace(together, rounded=False)  # experts take inputs as they are
 
 
 def _finer(matrix: CodeBlocks, group: int, *, has_minimums: bool) -> CodeBlocks:

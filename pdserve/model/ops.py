@@ -305,6 +305,19 @@ def weight_bytes(weight: Held) -> int:
             return weight.data.numel() * weight.data.element_size()
 
 
+def rounds_inputs(weight: Held) -> bool:
+    """Say whether products round the inputs of a matrix to 8 bits."""
+    match weight:
+        case Tiles():
+            return weight.codes_inputs and weight.input_bits == 8
+        case CodeBlocks():
+            return weight.rounded
+        case RowParallel(held) | VocabParallel(held):
+            return rounds_inputs(held)
+        case _:
+            return False
+
+
 def decoded(weight: Matrix) -> Dense:
     return weight.dense() if isinstance(weight, Quantized) else weight
 

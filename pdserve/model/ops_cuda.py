@@ -1,5 +1,7 @@
 """The operations on a GPU: Triton kernels for the common ones, torch for others; a residual is added in the product."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,7 +46,11 @@ class CudaOps(TorchElementwise):
         self._input_bits = input_bits
 
     def held(self, weight: Matrix) -> Linear:
-        return code_blocks(weight.coded, weight.device, weight.bias) if isinstance(weight, Quantized) else weight
+        if not isinstance(weight, Quantized):
+            return weight
+        held = code_blocks(weight.coded, weight.device, weight.bias)
+        chip = device_of(str(held.codes.device))
+        return replace(held, rounded=self._input_bits == 8 and rounds_inputs(held, chip))
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         return self.held(joined(gate, up))
@@ -74,7 +80,7 @@ class CudaOps(TorchElementwise):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         if isinstance(weight, CodeBlocks):
-            return product(x, weight, rounded=self._rounds(x, weight))
+            return product(x, weight, rounded=weight.rounded)
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
@@ -90,7 +96,7 @@ class CudaOps(TorchElementwise):
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Add the products to the residual before rounding."""
         if isinstance(weight, CodeBlocks):
-            return product(x, weight, Finish(residual, scale), rounded=self._rounds(x, weight))
+            return product(x, weight, Finish(residual, scale), rounded=weight.rounded)
         matrix = dense(weight)
         total = residual.addmm_(x, matrix.data.t(), alpha=scale)
         return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
@@ -121,9 +127,6 @@ class CudaOps(TorchElementwise):
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return activate(self.linear(x, weight), activation)
-
-    def _rounds(self, x: Tensor, weight: CodeBlocks) -> bool:
-        return self._input_bits == 8 and rounds_inputs(weight, device_of(str(x.device)))
 
 
 def _grouped(x: Tensor, matrix: Dense | CodeBlocks, rows: Tensor, of: Grouped, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Experts, Stacked
-from pdserve.model.weights import GROUP, Part, Stored, Weights
+from pdserve.model.weights import GROUP, Codes, Part, Stored, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -58,31 +58,35 @@ class _Stacks:
     ) -> dict[str, Stored]:
         """Return the matrices that a stack of `shape` (outputs and inputs) has for each expert, by rows of outputs."""
         outputs, inputs = shape
-        read, group = self._reading(f"{self.prefix}{name}", shape, stacked)
+        read, codes = self._reading(f"{self.prefix}{name}", shape, stacked)
         biases = self._taken(f"{self.prefix}{name}_bias", (outputs,)) if self.of.expert.bias else None
         made = dict[str, Stored]()
         for expert in range(self.of.num_experts):
             for each, rows in parts.items():
                 own = f"{self.prefix}experts.{expert}.{each}"
                 count = len(range(outputs)[rows])
-                made[f"{own}.weight"] = Stored((count, inputs), partial(read, expert, rows), group)
+                made[f"{own}.weight"] = Stored(
+                    (count, inputs), partial(read, expert, rows), codes.group if codes else 1, codes
+                )
                 if biases is not None:
                     made[f"{own}.bias"] = Stored((count,), partial(_read, biases, False, expert, rows))
         return made
 
-    def _reading(self, name: str, shape: tuple[int, int], stacked: Stacked) -> tuple[Callable[..., "Read"], int]:
-        """Return what reads rows of one expert, and how many inputs cannot be parted."""
+    def _reading(
+        self, name: str, shape: tuple[int, int], stacked: Stacked
+    ) -> tuple[Callable[..., "Read"], Codes | None]:
+        """Return what reads rows of one expert, and how these are coded; None: as floats."""
         outputs, inputs = shape
         if f"{name}{CODES}" not in self.left:
             whole = self._taken(name, (inputs, outputs) if stacked.inputs_first else shape)
-            return partial(_read, whole, stacked.inputs_first), 1
+            return partial(_read, whole, stacked.inputs_first), None
         if inputs % GROUP:
             raise ConfigError(f"{name}{CODES}: {inputs} inputs are not whole blocks of {GROUP}")
         codes = self._taken(f"{name}{CODES}", (outputs, inputs // GROUP, GROUP // 2))
         scales = self._taken(f"{name}{SCALES}", (outputs, inputs // GROUP))
         if not self.keep_coded:
-            return partial(_decoded, (codes, scales), name), 1
-        return _Mxfp4((codes, scales), name).read, GROUP
+            return partial(_decoded, (codes, scales), name), None
+        return _Mxfp4((codes, scales), name).read, Codes(4, GROUP)
 
     def _taken(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Take a stack of such matrices or rows, one for each expert."""

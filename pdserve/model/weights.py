@@ -24,12 +24,23 @@ SEGMENT = 128  # inputs of a matrix in FP8 that share a scale
 
 
 @dataclass(frozen=True, slots=True)
+class Codes:
+    """How a matrix is coded, as far as headers say."""
+
+    bits: int
+    group: int  # inputs that share a scale
+    is_fp8: bool = False
+    has_zeros: bool = False  # codes that stand for zero, of each group
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor of a checkpoint that is not read yet."""
 
     shape: tuple[int, ...]
     read: "Callable[[Part], Read]"  # reads no other rows; and no other bytes, where the format allows it
     group: int = 1  # columns that cannot be parted
+    codes: Codes | None = None  # as which products take it; None: as floats
 
 
 Weights = Mapping[str, Stored]

@@ -195,7 +195,7 @@ class WorkerConfig(ServingConfig):
         16,
         description="Bits of the inputs of quantized products, the same for all workers. 16 gives the answers of the "
         "dequantized weights; 8 takes less time on a CPU where many tokens are computed at once, and on a GPU is for "
-        "weights of 8 bits.",
+        "weights of 8 bits; refused where no product of the weights takes such inputs.",
     )
     shared_weights_dir: Path | None = Field(
         None,

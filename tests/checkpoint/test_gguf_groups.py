@@ -14,6 +14,7 @@ from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.gguf_weights import read_groups
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.model.groups import Groups, joined_groups, quantized
+from pdserve.model.weights import Codes
 
 WriteGguf = Callable[..., Path]
 
@@ -123,6 +124,13 @@ def test_a_file_keeps_its_codes_where_that_is_asked_for(
         "model.embed_tokens.weight": 8,
     }
     assert isinstance(rounded["model.layers.0.input_layernorm.weight"], np.ndarray)
+    for kind, codes in (
+        (Kind.Q4_0, Codes(4, 32)),
+        (Kind.Q4_1, Codes(4, 32, has_zeros=True)),
+        (Kind.Q8_0, Codes(8, 32)),
+    ):
+        each = open_checkpoint(write_gguf("llama", metadata, plain, {"blk.0.attn_q.weight": (values, kind)}))
+        assert weights_in_form(each, "gguf")[name].codes == codes
 
 
 def test_auto_keeps_codes_with_bfloat16_and_on_a_gpu_with_float16(

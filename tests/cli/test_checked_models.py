@@ -7,19 +7,26 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 from eagle3_heads import head_config, random_head, write_head
 from model_zoo import write_model
 from mtp_modules import PREFIX, write_model_with_module
+from published_formats import published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import weights_in_form
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.executor import footprint, rank_sums
 from pdserve.executor.footprint import Choices, footprint_of
 from pdserve.kernels.cpu.build import Missing, Reason
+from pdserve.model.decoder import Decoder
+from pdserve.model.family import Tensors
 from pdserve.model.groups import Groups
+from pdserve.model.loading import needed_weights, ops_for
+from pdserve.model.ops import weight_bytes
+from pdserve.model.ops_cuda import CudaOps
 from pdserve.settings.degrees import Degrees
 
 Command = Callable[..., CompletedProcess[str]]
@@ -79,6 +86,36 @@ def test_weights_take_the_bytes_that_they_are_said_to_take(folder: Path, quantiz
     weights = weights_in_form(open_checkpoint(folder), quantization)  # type: ignore[arg-type]
     assert fit.weight_bytes == sum(size(stored.read(())) for stored in weights.values())
     assert fit.num_parameters == sum(prod(stored.shape) for stored in weights.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("awq", "bfloat16"),
+        ("words", "bfloat16"),
+        ("int8", "bfloat16"),
+        ("fp8 of outputs", "bfloat16"),
+        ("fp8 of outputs", "float32"),  # on a CPU: decoded, since its products take bfloat16
+        ("fp8 of large blocks", "bfloat16"),
+        ("fp8 of blocks", "bfloat16"),
+    ],
+)
+def test_codes_take_the_bytes_in_which_each_device_holds_them(
+    case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(case, write_model("llama3", tmp_path / "plain", intermediate_size=256), tmp_path / "coded")
+    checkpoint, cpu = open_checkpoint(tmp_path / "coded"), torch.device("cpu")
+    monkeypatch.setattr(footprint, "_free_bytes", lambda _: 2**30)
+    asked = "auto" if dtype == "bfloat16" else checkpoint.coded_as
+    for device, ops in (("cpu", ops_for(cpu, 16)), ("cuda", CudaOps())):
+        fit = footprint_of(tmp_path / "coded", Choices(device=device, dtype=dtype, quantization=asked, page_size=64))  # type: ignore[arg-type]
+        form = choose_quantization(asked, checkpoint, dtype, device)  # type: ignore[arg-type]
+        weights = needed_weights(checkpoint.config, weights_in_form(checkpoint, form, device))  # type: ignore[arg-type]
+        model = Decoder.build(checkpoint.config, Tensors(weights, getattr(torch, dtype), cpu), ops)
+        matrices = {id(each): weight_bytes(each) for each in model.matrices()}.values()
+        norms = sum(prod(stored.shape) for stored in weights.values() if len(stored.shape) == 1)
+        assert fit.weight_bytes == sum(matrices) + norms * getattr(torch, dtype).itemsize
 
 
 @pytest.mark.parametrize(

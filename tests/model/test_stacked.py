@@ -268,9 +268,9 @@ def test_the_bytes_that_experts_in_mxfp4_take_are_estimated_as_products_hold_the
     opened = open_directory(write_in_mxfp4(tmp_path)[1])
     experts = {
         name: stored
-        for name, stored in needed_weights(opened.config, opened.weights()).items()
+        for name, stored in needed_weights(opened.config, kept_in(opened)).items()
         if ".experts." in name and name.endswith(".weight")
     }
     model = load_model(opened.config, kept_in(opened), torch.bfloat16)
     held_bytes = sum(weight_bytes(each) for each in model.matrices() if isinstance(each, Tiles) and each.is_float)
-    assert estimated_bytes(opened, experts, "mxfp4", "bfloat16") == held_bytes
+    assert estimated_bytes(experts, "bfloat16", "cpu") == held_bytes

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coded_matrices import coded_matrix
 from greedy_runs import greedy_texts
 from model_zoo import prompt, write_model
 from published_formats import published, write_in_mxfp4
@@ -125,14 +124,18 @@ def test_floats_are_rounded_to_codes_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> Non
 
 
 def test_inputs_of_8_bits_are_taken_where_they_are_asked_for_and_there() -> None:
-    whole, with_minimums = (coded_matrix("int8", (16, 64), 64, minimums=each)[0] for each in (False, True))
+    whole = in_groups(16, 64, 8)
+    with_minimums = replace(whole, minimums=whole.minimums + np.float16(0.5))
     x = torch.randn((2, 64), generator=torch.Generator().manual_seed(2))
-    assert not torch.equal(products.product(x, whole, rounded=True), products.product(x, whole))
+    held = code_blocks(whole, CPU)
+    assert not torch.equal(products.product(x, held, rounded=True), products.product(x, held))
     for input_bits in (8, 16):
         for weight in (whole, with_minimums):
-            expected = products.product(x, weight, rounded=input_bits == 8 and weight is whole)
-            assert torch.equal(CudaOps(input_bits).linear(x, weight), expected)
-            assert torch.equal(CudaOps(input_bits).linear_add(x, weight, torch.zeros(2, 16)), expected)
+            ops, is_rounded = CudaOps(input_bits), input_bits == 8 and weight is whole
+            expected = products.product(x, code_blocks(weight, CPU), rounded=is_rounded)
+            held = ops.held(Quantized(weight, torch.float32))
+            assert torch.equal(ops.linear(x, held), expected)
+            assert torch.equal(ops.linear_add(x, held, torch.zeros(2, 16)), expected)
 
 
 def test_groups_in_an_order_are_joined_if_it_is_the_same() -> None:
@@ -165,9 +168,10 @@ def test_fp8_is_held_with_scales_of_segments_or_one_of_each_output(inputs: int) 
 def test_an_mlp_with_inputs_of_8_bits_makes_nearly_what_it_makes_with_others(case: str, tmp_path: Path) -> None:
     published(case, write_model("llama3", tmp_path / "plain", num_hidden_layers=1), tmp_path / "coded")
     checkpoint = open_directory(tmp_path / "coded")
-    model = built(checkpoint, choose_quantization("auto", checkpoint, "bfloat16", "cuda"), CudaOps(8))
+    form = choose_quantization("auto", checkpoint, "bfloat16", "cuda")
     x = torch.randn((5, checkpoint.config.hidden_size), generator=torch.Generator().manual_seed(1))
-    rounded, exact = (model.layers[0].mlp.forward(CudaOps(bits), x, None) for bits in (8, 16))
+    models = [built(checkpoint, form, CudaOps(bits)) for bits in (8, 16)]
+    rounded, exact = (model.layers[0].mlp.forward(model.ops, x, None) for model in models)
     assert 1e-3 < float((rounded - exact).norm() / exact.norm()) < 0.1
 
 

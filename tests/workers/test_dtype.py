@@ -5,17 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_zoo import write_model
+from published_formats import published
 from pydantic import ValidationError
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import ChosenQuantization
+from pdserve.checkpoint.checkpoint import ChosenQuantization, choose_quantization, weights_in_form
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.executor import form
 from pdserve.executor.loading import page_digest
 from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
 from pdserve.kernels.tuning import Device as Chip
 from pdserve.model.decoder import Decoder
-from pdserve.model.family import Model
-from pdserve.model.loading import load_model
+from pdserve.model.family import Model, Tensors
+from pdserve.model.loading import load_model, ops_for
+from pdserve.model.ops_cuda import CudaOps
 from pdserve.settings import processor
 from pdserve.settings.config import Device, Dtype, WorkerConfig
 from pdserve.settings.processor import choose_dtype, read_cpu_info
@@ -113,11 +117,10 @@ def test_pages_of_a_gpu_have_digests_that_it_takes_itself() -> None:
 
 
 def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 64}))
     hashes = set()
     for settings in (
         {"quantization": "auto"},
-        {"quantization": "auto", "quantized_inputs": 8},  # nothing is quantized: the same as before
         {"quantization": "int8"},
         {"quantization": "int4"},
         {"quantization": "int4", "quantized_inputs": 8},
@@ -131,31 +134,18 @@ def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
     ("quantization", "older", "newer"),
     [
         ("int8", "int8 x 8 bits, floats of 8 bits x 16 bits", "int8 x 8 bits"),
-        ("fp8", None, "fp8 x 8 bits"),
-        ("awq", None, None),
-        ("mxfp4", None, None),
-        ("int4", None, None),
         ("none", "none", "none"),
     ],
 )
-def test_weights_of_a_gpu_that_rounds_inputs_have_another_name_and_what_no_product_takes_is_refused(
-    quantization: ChosenQuantization,
-    older: str | None,
-    newer: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_weights_of_a_gpu_that_rounds_inputs_have_another_name(
+    quantization: ChosenQuantization, older: str, newer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(form, "choose_quantization", lambda *_: quantization)
     for capability, expected in (((8, 0), older), ((9, 0), newer)):
         monkeypatch.setattr(form, "device_of", lambda _, has=capability: Chip(has, 100))
         asked = worker(tmp_path, device="cuda", dtype="bfloat16", quantized_inputs=8)
-        checkpoint = open_model(asked)
-        if expected is None:
-            with pytest.raises(ConfigError, match=r"^quantized_inputs: .* 16 is served"):
-                form.choose_form(asked, checkpoint)
-        else:
-            assert form.choose_form(asked, checkpoint).weights_hash.endswith(f" 0 {expected}")
+        assert form.choose_form(asked, open_model(asked)).weights_hash.endswith(f" 0 {expected}")
 
 
 def test_a_gpus_worker_loads_its_embedding_as_the_file_has_it(tmp_path: Path) -> None:
@@ -199,3 +189,47 @@ def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
     for bad in (12, 0, -8, 32, "many"):
         with pytest.raises(ValidationError, match="quantized_inputs"):
             worker(tmp_path, quantized_inputs=bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "on_cpu", "on_gpu"),
+    [
+        ("int8", "8 of 9", "8 of 9"),
+        ("words", "8 of 9", None),
+        ("gptq", "8 of 9", None),
+        pytest.param("gptq, 8 bits", "8 of 9", None, marks=pytest.mark.long),  # it has minimums
+        pytest.param("awq", "8 of 9", None, marks=pytest.mark.long),
+        ("fp8 of outputs", None, "8 of 9"),
+        (None, None, None),
+    ],
+)
+def test_inputs_of_8_bits_that_no_product_takes_are_refused_and_others_are_counted(
+    case: str | None, on_cpu: str | None, on_gpu: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_model("llama3", tmp_path / "plain", num_hidden_layers=2)
+    if case is not None:
+        published(case, folder, tmp_path / "coded")
+        folder = tmp_path / "coded"
+    checkpoint, cpu = open_directory(folder), torch.device("cpu")
+    asked = worker(folder, dtype="bfloat16", quantized_inputs=8)
+    caplog.set_level("INFO")
+    for expected, device, ops in ((on_cpu, "cpu", ops_for(cpu, 8)), (on_gpu, "cuda", CudaOps(8))):
+        chosen = choose_quantization("auto", checkpoint, "bfloat16", device)
+        tensors = Tensors(weights_in_form(checkpoint, chosen), torch.bfloat16, cpu)
+        model = Decoder.build(checkpoint.config, tensors, ops)
+        caplog.clear()
+        if expected is None:
+            with pytest.raises(ConfigError, match=r"^quantized_inputs: 8: no product of these weights .* 16 is served"):
+                form.check_inputs(asked, model)
+        else:
+            form.check_inputs(asked, model)
+            assert f"inputs of {expected} matrices are rounded to 8 bits" in caplog.text
+    form.check_inputs(worker(folder, dtype="bfloat16"), model)
+
+
+def test_a_worker_of_floats_does_not_start_with_inputs_of_8_bits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = worker(tmp_path, dtype="bfloat16", quantized_inputs=8)
+    with pytest.raises(ConfigError, match=r"^quantized_inputs: 8: "):
+        build_engine(config, open_model(config), b"secret", lambda _: None)
