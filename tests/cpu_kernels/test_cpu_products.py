@@ -96,6 +96,25 @@ def check_fp8(products: Products, width: int, inputs: int, num_rows: int) -> Non
     torch.testing.assert_close(gated, silu(x.double() @ gate.t()) * (x.double() @ up.t()), **CLOSE)
 
 
+@pytest.mark.parametrize("inputs", [192, 576])
+def test_a_row_of_fp8_depends_on_itself_alone(products: Products, inputs: int) -> None:
+    check_rows_of_fp8(products, inputs)
+
+
+def test_a_row_of_fp8_depends_on_itself_alone_in_vectors_of_any_width(narrow: ctypes.CDLL) -> None:
+    check_rows_of_fp8(Products(narrow), 576)
+
+
+def check_rows_of_fp8(products: Products, inputs: int) -> None:
+    """Compare rows that are multiplied by themselves with rows of parts, of panels and of several blocks."""
+    tiles = Tiles(tiled_fp8(*in_fp8(1, 100, inputs)[0]), 8, 100, torch.bfloat16, is_float=True)
+    x = normal(2, 500, inputs)
+    alone = torch.cat([multiply(products.calls, row, tiles, out=torch.empty(1, 100)) for row in x.split(1)])
+    for num_rows in (4, 8, 9, 12, 13, 24, 25, 40, 240, 241, 500):
+        found = multiply(products.calls, x[:num_rows], tiles, out=torch.empty(num_rows, 100))
+        assert torch.equal(found, alone[:num_rows])
+
+
 def test_every_code_of_fp8_is_its_value(products: Products) -> None:
     check_codes(products)
 

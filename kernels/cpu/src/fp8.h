@@ -66,4 +66,14 @@ INLINE void load_fp8_pairs(pairs *out, const char *from, int parts) {
 }
 
 #endif
+
+/* Writes all pairs of a tile in bfloat16. */
+INLINE void widen_fp8(char *to, const char *from) {
+    pairs wide[32 / LANES];
+    load_fp8_pairs(wide, from, 32 / LANES);
+#pragma GCC unroll 8
+    for (int part = 0; part < 32 / LANES; part++)
+        store_pairs(to + part * 4 * LANES, wide[part]);
+}
+
 #endif

@@ -27,14 +27,11 @@ static __attribute__((noinline)) void finish_row(const struct call *to, int64_t 
         finish(to, row, tile, sums, BFLOAT16);
 }
 
-INLINE int64_t tile_bytes(const struct call *call, int bytes) {
-    return call->inputs * TILE * bytes + (bytes == 1 ? (call->inputs + SEGMENT - 1) / SEGMENT * SCALES_BYTES : 0);
-}
-
-/* Puts into sums [rows][parts] the products of `count` inputs; weights: of the first pair. bytes: of a weight. */
+/* Puts into sums [rows][parts] the products of `count` inputs; weights: of the first pair. ahead: from there to what is
+ * asked for early, or 0. bytes: of a weight. */
 INLINE void sum_pairs(
-    floats *sums, const char *weights, const element *x, int64_t x_stride, int64_t count, int64_t tile_bytes,
-    const int rows, const int parts, const int bytes
+    floats *sums, const char *weights, const element *x, int64_t x_stride, int64_t count, int64_t ahead, const int rows,
+    const int parts, const int bytes
 ) {
 #pragma GCC unroll 24
     for (int i = 0; i < rows * parts; i++)
@@ -48,8 +45,8 @@ INLINE void sum_pairs(
         for (int part = 0; part < parts; part++) {
             if (bytes == 2)
                 columns[part] = load_pairs(here + part * 4 * LANES);
-            if (rows <= STREAMED_ROWS && part * LANES * bytes % 32 == 0)
-                __builtin_prefetch(here + tile_bytes + part * 2 * LANES * bytes, 0, 2);
+            if (ahead && part * LANES * bytes % 32 == 0)
+                __builtin_prefetch(here + ahead + part * 2 * LANES * bytes, 0, 2);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
@@ -61,72 +58,105 @@ INLINE void sum_pairs(
     }
 }
 
-/* Sums of `parts` vectors of a tile from `first` on: out [rows]. */
-INLINE void sum_parts(
-    floats out[][PARTS], const struct call *call, const element *x, int64_t x_stride, int64_t tile, int first,
-    const int rows, const int parts, const int bytes
-) {
-    const int64_t each = tile_bytes(call, bytes);
-    const char *here = (const char *)call->weights + tile * each;
-    floats sums[SUM_REGISTERS];
-    if (bytes == 2) {
-        sum_pairs(sums, here + first * 4 * LANES, x, x_stride, call->inputs, each, rows, parts, bytes);
-    } else {
-        floats segment[SUM_REGISTERS];
-        for (int i = 0; i < rows * parts; i++)
-            sums[i] = splat(0.0f);
-        for (int64_t input = 0; input < call->inputs; input += SEGMENT) {
-            const int64_t left = call->inputs - input, count = left < SEGMENT ? left : SEGMENT;
-            const float *scales = (const float *)here + first * LANES;
-            here += SCALES_BYTES;
-            sum_pairs(segment, here + first * 2 * LANES, x + input, x_stride, count, each, rows, parts, bytes);
-            here += count * TILE;
-            for (int i = 0; i < rows * parts; i++)
-                sums[i] += segment[i] * load_float32(scales + i % parts * LANES);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int part = 0; part < parts; part++)
-            out[r][first + part] = sums[r * parts + part];
-}
-
-INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows, const int bytes) {
+INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows) {
     const int parts = parts_at_once(rows);
-    const int64_t inputs = call->inputs;
+    const int64_t inputs = call->inputs, tile_bytes = inputs * TILE * 2, ahead = rows <= STREAMED_ROWS ? tile_bytes : 0;
+    const char *here = (const char *)call->weights + tile * tile_bytes;
     const uint16_t *from = (const uint16_t *)call->x + row * call->x_stride;
     element room[rows][WIDENED(inputs)];
     const element *x = widened(room[0], from, inputs);
     for (int r = 1; r < rows; r++)
         widened(room[r], from + r * call->x_stride, inputs);
-    floats sums[MOST_ROWS][PARTS];
-    for (int first = 0; first < PARTS; first += parts)
-        sum_parts(sums, call, x, x == room[0] ? inputs : call->x_stride, tile, first, rows, parts, bytes);
+    floats sums[MOST_ROWS][PARTS], some[SUM_REGISTERS];
+    for (int first = 0; first < PARTS; first += parts) {
+        const int64_t x_stride = x == room[0] ? inputs : call->x_stride;
+        sum_pairs(some, here + first * 4 * LANES, x, x_stride, inputs, ahead, rows, parts, 2);
+#pragma GCC unroll 24
+        for (int i = 0; i < rows * parts; i++)
+            sums[i / parts][first + i % parts] = some[i];
+    }
     for (int r = 0; r < rows; r++)
         finish_row(call, row + r, tile, sums[r]);
 }
 
-#define CASE(rows) \
-    case rows: \
-        multiply(call, row, tile, rows, bytes); \
-        break;
+/* A segment of a tile in FP8: `count` inputs, in FP8 or widened to bfloat16. */
+struct segment {
+    const char *weights;
+    const float *scales;
+    int64_t count;
+    int64_t ahead; /* as `sum_pairs` takes it */
+};
 
-INLINE void multiply_rows(const struct call *call, int64_t row, int64_t tile, int64_t rows, const int bytes) {
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4)
-#if MOST_ROWS > 4
-        CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+/* Adds the products of a segment, times its scales. from: the rows' inputs. bytes: of a weight. */
+INLINE void add_segment(
+    floats sums[][PARTS], const struct segment *of, const uint16_t *from, int64_t x_stride, const int bytes, const int rows
+) {
+    const int parts = parts_at_once(rows);
+    element room[rows][WIDENED(SEGMENT)];
+    const element *x = widened(room[0], from, of->count);
+    for (int r = 1; r < rows; r++)
+        widened(room[r], from + r * x_stride, of->count);
+    floats some[SUM_REGISTERS];
+    for (int first = 0; first < PARTS; first += parts) {
+        const char *weights = of->weights + first * 2 * LANES * bytes;
+        sum_pairs(some, weights, x, x == room[0] ? SEGMENT : x_stride, of->count, of->ahead, rows, parts, bytes);
+#pragma GCC unroll 24
+        for (int i = 0; i < rows * parts; i++)
+            sums[i / parts][first + i % parts] += some[i] * load_float32(of->scales + (first + i % parts) * LANES);
     }
 }
 
+#define CASE(rows, of, ...) \
+    case rows: \
+        of(__VA_ARGS__, rows); \
+        break;
+#define FOUR_CASES(rows, ...) \
+    CASE(rows, __VA_ARGS__) CASE(rows + 1, __VA_ARGS__) CASE(rows + 2, __VA_ARGS__) CASE(rows + 3, __VA_ARGS__)
+#if defined(HAS_PAIRS)
+#define ALL_CASES(...) FOUR_CASES(1, __VA_ARGS__) FOUR_CASES(5, __VA_ARGS__) FOUR_CASES(9, __VA_ARGS__)
+#else
+#define ALL_CASES(...) FOUR_CASES(1, __VA_ARGS__)
+#endif
+
+/* Multiplies rows of a block with a tile. */
 static void multiply_bfloat16(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
-    multiply_rows(call, row, tile, rows, 2);
+    for (int64_t parts = parts_of(rows, MOST_ROWS), part = 0; part < parts; part++) {
+        const int64_t first = part * rows / parts;
+        switch ((part + 1) * rows / parts - first) { ALL_CASES(multiply, call, row + first, tile) }
+    }
 }
 
+/* The same in FP8. For rows of many parts a segment is widened once, into a panel that stays in the nearest cache, and
+ * the next one is asked for while the parts are multiplied. */
 static void multiply_fp8(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
-    multiply_rows(call, row, tile, rows, 1);
+    const int64_t inputs = call->inputs, parts = parts_of(rows, MOST_ROWS), x_stride = call->x_stride;
+    const int64_t tile_bytes = inputs * TILE + (inputs + SEGMENT - 1) / SEGMENT * SCALES_BYTES;
+    const int is_widened = parts > 2;
+    const char *here = (const char *)call->weights + tile * tile_bytes;
+    const uint16_t *x = (const uint16_t *)call->x + row * x_stride;
+    char panel[SEGMENT * TILE * 2] __attribute__((aligned(64)));
+    floats sums[BLOCK_ROWS][PARTS];
+    memset(sums, 0, rows * sizeof sums[0]);
+    for (int64_t input = 0; input < inputs; input += SEGMENT, x += SEGMENT) {
+        const int64_t left = inputs - input, count = left < SEGMENT ? left : SEGMENT, bytes = count * TILE;
+        const char *codes = here + SCALES_BYTES;
+        const struct segment of = {is_widened ? panel : codes, (const float *)here, count, is_widened ? 0 : tile_bytes};
+        here = codes + bytes;
+        for (int64_t i = 0; is_widened && i < bytes; i += 2 * TILE)
+            widen_fp8(panel + 2 * i, codes + i);
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = part * rows / parts, number = (part + 1) * rows / parts - first;
+            if (is_widened) {
+                for (int64_t i = part * bytes / parts; i < (part + 1) * bytes / parts; i += 64)
+                    __builtin_prefetch(here + i, 0, 3);
+                switch (number) { ALL_CASES(add_segment, sums + first, &of, x + first * x_stride, x_stride, 2) }
+            } else {
+                switch (number) { ALL_CASES(add_segment, sums + first, &of, x + first * x_stride, x_stride, 1) }
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++)
+        finish_row(call, row + r, tile, sums[r]);
 }
 
 /* Whether products take no longer than float32's, as far as that was measured. */
@@ -143,14 +173,10 @@ int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return u
 /* inputs: an even number, at most 32,768; weights: as above. */
 void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
-    void (*multiply_some)(const struct call *, int64_t, int64_t, int64_t) =
-        call->bits == 8 ? multiply_fp8 : multiply_bfloat16;
     for (int64_t unit = begin; unit < end; unit++) {
-        int64_t part = unit / tiles * parts_of_block, last = part + parts_of_block;
-        for (; part < last && part < parts; part++) {
-            int64_t row = part * rows / parts;
-            multiply_some(call, row, unit % tiles, (part + 1) * rows / parts - row);
-        }
+        const int64_t part = unit / tiles * parts_of_block, after = part + parts_of_block;
+        const int64_t row = part * rows / parts, last = (after < parts ? after : parts) * rows / parts;
+        (call->bits == 8 ? multiply_fp8 : multiply_bfloat16)(call, row, unit % tiles, last - row);
     }
 }
 

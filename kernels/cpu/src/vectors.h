@@ -224,6 +224,8 @@ typedef __m512bh pairs;
 
 INLINE pairs load_pairs(const void *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
+INLINE void store_pairs(void *to, pairs value) { _mm512_storeu_si512(to, (__m512i)value); }
+
 INLINE pairs splat_pair(const void *from) {
     int32_t both;
     memcpy(&both, from, sizeof both);
@@ -243,6 +245,8 @@ INLINE void zip(pairs *first, pairs *last, pairs a, pairs b) {
 typedef bfloat16x8_t pairs;
 
 INLINE pairs load_pairs(const void *from) { return vld1q_bf16(from); }
+
+INLINE void store_pairs(void *to, pairs value) { vst1q_bf16(to, value); }
 
 INLINE pairs splat_pair(const void *from) {
     int32_t both;
@@ -269,6 +273,11 @@ INLINE pairs load_pairs(const void *from) {
     words both;
     memcpy(&both, from, sizeof both);
     return pairs_of(both);
+}
+
+INLINE void store_pairs(void *to, pairs value) {
+    const words both = (words)value.even >> 16 | (words)value.odd; /* which bfloat16 holds exactly */
+    memcpy(to, &both, sizeof both);
 }
 
 INLINE pairs splat_pair(const float *from) { return (pairs){splat(from[0]), splat(from[1])}; }
