@@ -173,7 +173,5 @@ def _xxh3(view: ByteRows, pages: Pages) -> tuple[int, ...]:
 
 def _xxh3_runs(view: ByteRows, numbers: Sequence[int], pages: Pages) -> tuple[int, ...]:
     """Return of each page the sum of XXH3 over the runs that lie here, each with its number in a whole page as seed."""
-    length = view.shape[1] // len(numbers)
-    places = [(slice(place * length, (place + 1) * length), number) for place, number in enumerate(numbers)]
-    rows = [memoryview(view[page]) for page in pages]
-    return tuple([sum([xxhash.xxh3_64_intdigest(row[run], seed) for run, seed in places]) % (1 << 64) for row in rows])
+    runs = view.reshape(len(view), len(numbers), -1)
+    return tuple([sum(map(xxhash.xxh3_64_intdigest, runs[page], numbers)) % (1 << 64) for page in pages])

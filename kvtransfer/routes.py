@@ -85,6 +85,10 @@ class Route:
     target: Rows
 
     @property
+    def ends(self) -> tuple[Rows, Rows]:
+        return self.source, self.target
+
+    @property
     def page_bytes(self) -> int:
         return self.source.length * self.source.count
 

@@ -37,8 +37,9 @@ def ways_to(description: bytes, region: Region, sent_bytes: int) -> tuple[Way, .
             raise ProtocolError(f"page_bytes: {there.page_bytes} of {share}, whose runs have {run_bytes} here")
     found = routes(region.share, [share for share, _ in parts], run_bytes)
     ways = tuple([Way(parts[number][1], route) for number, route in found])
-    if any(way.there.num_pages * way.route.target.per_page >= MAX_ROWS for way in ways if way.route is not None):
-        raise ProtocolError(f"num_pages: {parts[0][1].num_pages} are more than can be named")
+    most_pages = max(region.num_pages, parts[0][1].num_pages)
+    if most_pages * max([rows.per_page for way in ways if way.route for rows in way.route.ends], default=1) >= MAX_ROWS:
+        raise ProtocolError(f"num_pages: {most_pages} have more rows than can be named")
     return ways
 
 

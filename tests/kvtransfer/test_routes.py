@@ -1,8 +1,13 @@
 """The ranks of a sender together write each byte of each page once, to where the receiver's ranks look for it."""
 
+from contextlib import suppress
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from divided_pages import LAYERS, RUN_BYTES, WAYS_TO_DIVIDE, WHOLE, Divided, by_heads, by_layers, random_pages
+from hypothesis import given
+from hypothesis import strategies as st
 from loopback import rows_of
 
 from pdserve.base.errors import ProtocolError
@@ -10,6 +15,7 @@ from pdserve.base.ids import PageId
 from pdserve.kvtransfer.region import Description, Region, decode_ranks, encode_ranks
 from pdserve.kvtransfer.routes import Share, check_shares, routes, whole_of
 from pdserve.kvtransfer.session import of_parts
+from pdserve.kvtransfer.ways import ways_to
 
 SRC, DST = (np.array(pages, np.int32) for pages in ((5, 0, 3), (1, 4, 2)))
 PAGES = tuple([PageId(page) for page in SRC.tolist()])
@@ -92,6 +98,23 @@ def test_ranks_that_hold_something_twice_or_lack_it_are_refused(shares: tuple[Sh
 def test_what_ranks_describe_is_read_as_it_was_written() -> None:
     ranks = tuple([(share, DESCRIPTION) for share in by_heads(3)])
     assert decode_ranks(encode_ranks(ranks)) == ranks
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_whatever_bytes_describe_ranks_they_are_read_or_refused(data: bytes, begins_well: bool) -> None:
+    with suppress(ProtocolError):
+        ranks = decode_ranks(b"PDKR\0\1\0\2" + data if begins_well else data)
+        check_shares([share for share, _ in ranks], WHOLE)
+
+
+def test_a_peer_with_more_rows_than_can_be_named_is_refused() -> None:
+    half, whole = Share((0, 128), (0, 1)), Share((0, 128), (0, 2))
+    region = Region.of_rank(np.zeros((2, half.num_runs), np.uint8), half, whole)
+    there = Description(0, (1 << 31) // 256, whole.num_runs, 0, 2, b"")
+    fewer = replace(there, num_pages=there.num_pages - 1)
+    assert len(ways_to(encode_ranks([(whole, fewer)]), region, region.page_bytes)) == 1
+    with pytest.raises(ProtocolError, match="num_pages: 8388608 have more rows"):
+        ways_to(encode_ranks([(whole, there)]), region, region.page_bytes)
 
 
 @pytest.mark.parametrize(
