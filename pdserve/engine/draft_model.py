@@ -13,6 +13,7 @@ over the tokens that the step has computed.
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from pdserve.engine.guesses import DraftsBy
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
 from pdserve.engine.timed_steps import TimedSteps
@@ -35,13 +36,9 @@ _MOST_SAVED = 50.0  # steps' time in the account; as much debt is remembered
 class DraftModel:
     """The draft model of one worker, as its scheduler knows it."""
 
-    def __init__(self, max_model_len: int, *, keeps_up: bool = False) -> None:
-        """max_model_len: tokens of the longest sequence for which it is used.
-
-        keeps_up: steps compute what it needs, whether or not they draft, as with a head; so it lacks no tokens.
-        """
-        self._max_model_len = max_model_len
-        self._keeps_up = keeps_up
+    def __init__(self, of: DraftsBy) -> None:
+        self._max_model_len = of.max_model_len
+        self._keeps_up = of.keeps_up  # so it lacks no tokens
         self._passes = TimedSteps()
         self._fed_s = 0.0  # that a token of a prompt takes, with its part of a pass; 0: none was computed yet
         self._num_fed = 0  # times

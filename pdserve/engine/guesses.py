@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pdserve.base.values import value
+from pdserve.protocol.drafts import DraftSource
 
 _MOST_PLACES = 8  # that one lookup compares
 _KEPT = 1 - 1 / 32  # weight of what is known of guesses, for each one verified after it
@@ -33,6 +34,26 @@ class NgramLookup:
     shortest: int
     longest: int
     answers: AnswerLookup | None = None  # how guesses are found in other answers, too
+
+    @property
+    def source(self) -> DraftSource:
+        return DraftSource.NGRAM if self.answers is None else DraftSource.SUFFIX
+
+
+@value
+class DraftsBy:
+    """The runner makes guesses, with a draft model or a head."""
+
+    source: DraftSource
+    max_model_len: int  # tokens of the longest sequence that is guessed for
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether steps compute what guesses need, also without drafting, as they do for a head."""
+        return self.source is not DraftSource.DRAFT_MODEL
+
+
+Guesser = NgramLookup | DraftsBy
 
 
 @value

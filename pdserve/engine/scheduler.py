@@ -22,7 +22,7 @@ from operator import attrgetter
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.decode_room import DecodeRoom
-from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.guesses import Guesser
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prompt_room import PromptRoom
 from pdserve.engine.running_step import RunningStep, next_chunk
@@ -40,9 +40,7 @@ class Limits:
     eos_token_ids: frozenset[int]
     num_speculative_tokens: int = 0  # most guesses that a step computes for a sequence
     can_pool: bool = True  # vectors can be made of prompts
-    lookup: NgramLookup | None = None  # how guesses are found, if the runner makes none
-    draft_model_len: int = 0  # up to how many tokens the runner's draft model guesses for a sequence; 0: it has none
-    head: str = ""  # which method that draft model is of, if it is a head
+    guesser: Guesser | None = None  # how they are made
 
     @property
     def most_rows(self) -> int:
@@ -69,8 +67,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
-        most = limits.num_speculative_tokens
-        self.speculation = Speculation(most, limits.lookup, limits.draft_model_len, head=limits.head)
+        self.speculation = Speculation(limits.num_speculative_tokens, limits.guesser)
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 

@@ -19,7 +19,7 @@ from math import inf
 from operator import itemgetter
 
 from pdserve.engine.draft_model import DraftModel
-from pdserve.engine.guesses import NO_MATCH, NgramIndex, NgramLookup, Trials
+from pdserve.engine.guesses import NO_MATCH, DraftsBy, Guesser, NgramIndex, NgramLookup, Trials
 from pdserve.engine.recent_answers import RecentAnswers
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, work_of
@@ -42,23 +42,14 @@ _Gain = tuple[float, int, int]  # what a guess brings, whose it is, and which of
 class Speculation:
     """Guesses for the sequences of one worker, within a limit for each."""
 
-    def __init__(
-        self, num_tokens: int, lookup: NgramLookup | None, draft_model_len: int = 0, *, head: str = ""
-    ) -> None:
-        """num_tokens: most guesses that a step verifies for a sequence. lookup: None if the runner guesses.
-
-        draft_model_len: longest sequence of the runner's draft model; 0: it has none. head: its method, if it is one.
-        """
-        answers = None if lookup is None else lookup.answers
-        self._answers = None if answers is None else RecentAnswers(answers)
-        looked_up = DraftSource.NGRAM if answers is None else DraftSource.SUFFIX
-        self.source = None if lookup is None else looked_up  # of guesses; of recent answers and of the sequence itself
+    def __init__(self, num_tokens: int, guesser: Guesser | None) -> None:
+        """num_tokens: most guesses that a step verifies for a sequence."""
+        self.source = None if guesser is None else guesser.source  # SUFFIX: also the sequence itself
         self._num_tokens = num_tokens
-        self._lookup = lookup
-        self._draft_model: DraftModel | None = None
-        if draft_model_len and num_tokens:
-            self.source = DraftSource(head or "draft_model")
-            self._draft_model = DraftModel(draft_model_len, keeps_up=bool(head))
+        self._lookup = guesser if isinstance(guesser, NgramLookup) else None
+        answers = None if self._lookup is None else self._lookup.answers
+        self._answers = None if answers is None else RecentAnswers(answers)
+        self._draft_model = DraftModel(guesser) if isinstance(guesser, DraftsBy) and num_tokens else None
         self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE

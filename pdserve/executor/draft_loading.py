@@ -13,6 +13,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, in_for
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter, ModelDrafter
+from pdserve.engine.guesses import DraftsBy
 from pdserve.engine.head_drafting import HeadDrafter
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
@@ -20,6 +21,7 @@ from pdserve.executor.form import DTYPES, Form, choose_form, load_form, untried_
 from pdserve.executor.head_files import HeadFiles, MtpFiles, open_head, open_mtp
 from pdserve.executor.memory import available_bytes
 from pdserve.model.loading import needed_weights
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig
 
@@ -62,16 +64,16 @@ def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
 
 
 def limits_with(limits: Limits, drafts: Drafts) -> Limits:
-    """Return a worker's limits with how long sequences are guessed for.
+    """Return a worker's limits with what guesses, and for how long sequences.
 
     Heads say as their `max_position_embeddings` on what lengths they were trained, and are used beyond.
     """
     if drafts is None:
         return limits
     if isinstance(drafts, HeadFiles | MtpFiles):
-        return replace(limits, draft_model_len=limits.max_model_len, head=drafts.method)
+        return replace(limits, guesser=DraftsBy(drafts.source, limits.max_model_len))
     longest = min(drafts.checkpoint.config.max_position_embeddings, limits.max_model_len)
-    return replace(limits, draft_model_len=longest)
+    return replace(limits, guesser=DraftsBy(DraftSource.DRAFT_MODEL, longest))
 
 
 def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint, weights_hash: str) -> Form:

@@ -30,6 +30,7 @@ from pdserve.model.loading import checked, ops_for
 from pdserve.model.mtp import SHARED, TARGETS, MtpHead, prefix_of
 from pdserve.model.ops import Dense, TorchOps
 from pdserve.model.weights import Part, Stored, Weights
+from pdserve.protocol.drafts import DraftSource
 
 _FC, _TO_TARGET, _IN_TARGET = "fc.weight", "d2t", "t2d"
 
@@ -43,7 +44,7 @@ class HeadFiles:
     weights: Weights  # those that the head reads, by the names of `model.eagle3`
     token_ids: torch.Tensor  # int64 [draft_vocab_size]: the model's tokens
     fingerprint: str  # of config and weights
-    method: str = "eagle3"
+    source: DraftSource = DraftSource.EAGLE3
 
     def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> Eagle3Head:
         """Load the head in a model's dtype. quantization: the model's; where its file has codes, 8 bits are taken."""
@@ -60,7 +61,7 @@ class MtpFiles:
     checkpoint: Checkpoint
     weights: Weights  # those that the module reads
     fingerprint: str = "mtp"  # beside that of the model
-    method: str = "mtp"
+    source: DraftSource = DraftSource.MTP
 
     def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> MtpHead:
         """Load the module as its model was loaded."""

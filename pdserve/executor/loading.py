@@ -182,7 +182,7 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
         num_speculative_tokens=0 if guessed is None else guessed.num_speculative_tokens,
-        lookup=None if guessed is None else lookup_of(guessed),
+        guesser=None if guessed is None else lookup_of(guessed),
     )
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdserve.base.ids import Attempt, RequestId
+from pdserve.engine.guesses import DraftsBy
 from pdserve.engine.running_step import Progress, next_chunk
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.speculation import Speculation
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.page_tables import PageTables
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SampledToken, SamplingParams
@@ -33,7 +35,7 @@ class Timed:
 
     share: float
     step_s: float = STEP_S
-    made: Speculation = field(default_factory=lambda: Speculation(5, None, 100_000))
+    made: Speculation = field(default_factory=lambda: Speculation(5, DraftsBy(DraftSource.DRAFT_MODEL, 100_000)))
     elapsed_s: float = 0.0
     num_tokens: int = 0
     num_guesses: int = 0

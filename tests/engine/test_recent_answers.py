@@ -117,7 +117,7 @@ def stepped(scheduler: Scheduler) -> None:
 
 
 def test_a_sequence_is_guessed_from_what_was_answered_before_unless_it_says_more_itself() -> None:
-    limits = Limits(4, 64, 500, frozenset(), num_speculative_tokens=8, lookup=NgramLookup(SHORTEST, LONGEST, LOOKUP))
+    limits = Limits(4, 64, 500, frozenset(), num_speculative_tokens=8, guesser=NgramLookup(SHORTEST, LONGEST, LOOKUP))
     scheduler = Scheduler(KvCache(40, Paging.of(16), None), limits)
     made = scheduler.speculation
     assert made.source == "suffix"

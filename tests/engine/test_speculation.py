@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine import speculation
-from pdserve.engine.guesses import NO_MATCH, AnswerLookup, NgramIndex, NgramLookup, Trials
+from pdserve.engine.guesses import NO_MATCH, AnswerLookup, DraftsBy, NgramIndex, NgramLookup, Trials
 from pdserve.engine.running_step import Progress, next_chunk
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.speculation import Speculation
@@ -80,8 +80,8 @@ def test_guesses_are_what_followed_the_longest_match_that_was_looked_at(
         (Speculation(8, LOOKUP), 3, "ngram"),
         (Speculation(8, OF_ANSWERS), 3, "ngram"),
         (Speculation(8, OF_ANSWERS), -3, "suffix"),
-        (Speculation(8, None, 100), 0, "draft_model"),
-        (Speculation(8, None, 100, head="mtp"), 0, "mtp"),
+        (Speculation(8, DraftsBy(DraftSource.DRAFT_MODEL, 100)), 0, "draft_model"),
+        (Speculation(8, DraftsBy(DraftSource.MTP, 100)), 0, "mtp"),
     ],
 )
 def test_guesses_are_told_by_where_they_came_from_as_far_as_they_are_in_the_answer(
@@ -226,7 +226,7 @@ def drafted(made: Speculation, sequence: Sequence, pass_s: float, num_right: int
 
 @pytest.mark.parametrize(("pass_s", "num_right", "wanted"), [(0.001, 4, 8), (0.001, 0, 0), (0.020, 4, 0)])
 def test_a_draft_model_guesses_as_much_as_pays_with_its_own_time(pass_s: float, num_right: int, wanted: int) -> None:
-    made, sequence = Speculation(8, None, 1000), sequence_of(range(30))
+    made, sequence = Speculation(8, DraftsBy(DraftSource.DRAFT_MODEL, 1000)), sequence_of(range(30))
     for rows in range(1, 10):
         for _ in range(20):
             made.observe(Step(sequences=rows, kv_tokens=rows * 29), 0.010 + 0.0001 * rows)
@@ -239,7 +239,7 @@ def test_a_draft_model_guesses_as_much_as_pays_with_its_own_time(pass_s: float, 
 
 
 def test_a_prompt_is_taken_in_by_parts_before_guesses_are_made() -> None:
-    made, sequence = Speculation(8, None, 1000), sequence_of(range(300))
+    made, sequence = Speculation(8, DraftsBy(DraftSource.DRAFT_MODEL, 1000)), sequence_of(range(300))
     fed = []
     while not fed or fed[-1][1] < 299:
         made.ask_for_drafts([sequence], {}, 100)

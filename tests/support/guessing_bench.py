@@ -11,7 +11,7 @@ from listed_answers import Listed
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.drafting import ModelDrafter
-from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.guesses import DraftsBy, NgramLookup
 from pdserve.engine.head_drafting import HeadDrafter
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
@@ -23,6 +23,7 @@ from pdserve.engine.verification import Run, verifying
 from pdserve.executor.failing import Isolating
 from pdserve.model.family import Model
 from pdserve.model.guessing_head import Head
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
@@ -84,16 +85,20 @@ class Bench:
         limits = Limits(8, 64, 400, frozenset({END}))
         verify = verifying(runner.run)
         if self.draft is not None:
-            limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len)
+            limits = replace(
+                limits, num_speculative_tokens=MOST, guesser=DraftsBy(DraftSource.DRAFT_MODEL, self.draft_model_len)
+            )
             self.draft_runner = Runner(self.draft, self.num_pages, runner.groups[0].page_size, (END,))
             self.draft_runner.run = self.draft_run(self.draft_runner.run)  # type: ignore[method-assign]
             verify = ModelDrafter(self.draft_runner).beside(verify)
         elif self.head is not None:
-            limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len, head="eagle3")
+            limits = replace(
+                limits, num_speculative_tokens=MOST, guesser=DraftsBy(DraftSource.EAGLE3, self.draft_model_len)
+            )
             verify = self.head_drafter(self.head, runner, (END,)).beside(verify)
         elif self.drafter:
             lookup = LOOKUP if self.drafter == "ngram" else None
-            limits = replace(limits, num_speculative_tokens=MOST, lookup=lookup)
+            limits = replace(limits, num_speculative_tokens=MOST, guesser=lookup)
         self.scheduler = Scheduler(cache, limits)
 
         def run(plan: StepPlan) -> StepResult:

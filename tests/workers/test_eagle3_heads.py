@@ -12,9 +12,11 @@ from model_zoo import write_model
 from mtp_modules import write_model_with_module
 
 from pdserve.base.errors import ConfigError
+from pdserve.engine.guesses import DraftsBy
 from pdserve.executor import draft_loading, loading
 from pdserve.model.config import ModelConfig
 from pdserve.model.eagle3_config import read_head
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.link import layout_from_proto, layout_to_proto
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import Engine, build_engine, open_model
@@ -49,8 +51,7 @@ def test_a_worker_with_a_head_has_pages_with_room_for_it_and_another_name_for_wh
     plain = started(target, first, speculative_config=None)
     engines = [started(target, head) for head in (first, first, second)]
     limits = engines[0].scheduler.limits
-    assert (limits.num_speculative_tokens, limits.lookup, limits.draft_model_len) == (5, None, 640)
-    assert limits.head == "eagle3"
+    assert (limits.num_speculative_tokens, limits.guesser) == (5, DraftsBy(DraftSource.EAGLE3, 640))
     layouts = [engine.layout for engine in engines]
     assert layouts[0] == layouts[1] != layouts[2]
     assert {layout.num_layers for layout in layouts} == {4}
@@ -104,7 +105,7 @@ def test_the_form_of_the_speculators_library_says_the_same(target: Path, tmp_pat
     outer = {**own, **more, "architectures": ["Eagle3DraftModel"], "transformer_layer_config": config}
     tensors = {name.replace("midlayer", "layers.0"): each for name, each in random_head({**config, **own}).items()}
     tensors["embed_tokens.weight"] = torch.randn(config["vocab_size"], config["hidden_size"])
-    assert started(target, write_head(tmp_path / "head", outer, tensors)).scheduler.limits.head == "eagle3"
+    assert started(target, write_head(tmp_path / "head", outer, tensors)).scheduler.speculation.source == "eagle3"
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
@@ -221,7 +222,7 @@ def test_keys_of_published_heads_that_change_nothing_are_read(
     tensors = {f"model.{name}": each for name, each in random_head(config).items() if name.startswith("midlayer")}
     others = {name: each for name, each in random_head(config).items() if not name.startswith("midlayer")}
     head = write_head(tmp_path / "head", config, {**others, **tensors})
-    assert started(target, head).scheduler.limits.head == "eagle3"
+    assert started(target, head).scheduler.speculation.source == "eagle3"
 
 
 @pytest.mark.parametrize("given", [None, [2, 18, 33], [1, 17, 32]])
@@ -239,7 +240,7 @@ def with_module(folder: Path, **settings: object) -> Engine:
 
 def test_a_models_own_module_needs_no_other_directory(tmp_path: Path) -> None:
     engine = with_module(write_model_with_module("glm4-moe", tmp_path))
-    assert engine.scheduler.limits.head == engine.scheduler.speculation.source == "mtp"
+    assert engine.scheduler.speculation.source == "mtp"
     assert (engine.layout.num_layers, engine.layout.weights_hash.endswith(" head 2 mtp")) == (4, True)
 
 

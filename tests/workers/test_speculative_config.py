@@ -7,8 +7,9 @@ import pytest
 from model_zoo import write_model
 
 from pdserve.base.errors import ConfigError
-from pdserve.engine.guesses import AnswerLookup, NgramLookup
+from pdserve.engine.guesses import AnswerLookup, DraftsBy, NgramLookup
 from pdserve.executor import draft_loading, loading
+from pdserve.protocol.drafts import DraftSource
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import build_engine, open_model
 
@@ -35,7 +36,7 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
     engine = build_engine(config, open_model(config), b"secret", lambda share: None)
     engine.executor.close()
     limits = engine.scheduler.limits
-    assert (limits.num_speculative_tokens, limits.lookup) == (4, lookup)
+    assert (limits.num_speculative_tokens, limits.guesser) == (4, lookup)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_draft_model_guesses_up_to_its_own_length_and_that_of_the_worker(tmp_p
         engine = build_engine(config, open_model(config), b"secret", lambda share: None)
         engine.executor.close()
         limits = engine.scheduler.limits
-        assert (limits.num_speculative_tokens, limits.lookup, limits.draft_model_len) == (5, None, longest)
+        assert (limits.num_speculative_tokens, limits.guesser) == (5, DraftsBy(DraftSource.DRAFT_MODEL, longest))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import ModelDrafter
+from pdserve.engine.guesses import DraftsBy
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -24,6 +25,7 @@ from pdserve.engine.verification import Run, verifying
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Quantization
@@ -136,7 +138,9 @@ class DraftBench:
         """Answer prompts, a few at once; without `run`, without guesses."""
         limits = Limits(self._num_streams, _LONGEST, _LONGEST, frozenset())
         if run is not None:
-            limits = replace(limits, num_speculative_tokens=_GUESSES, draft_model_len=_LONGEST)
+            limits = replace(
+                limits, num_speculative_tokens=_GUESSES, guesser=DraftsBy(DraftSource.DRAFT_MODEL, _LONGEST)
+            )
         scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
         for rows, elapsed_s in self._trial:
             scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)

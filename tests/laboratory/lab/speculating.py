@@ -152,7 +152,7 @@ class SpeculationBench:
         limits = replace(self._limits, max_num_seqs=num_streams)
         if guessed is not None:
             counted = guessed.num_speculative_tokens
-            limits = replace(limits, num_speculative_tokens=counted, lookup=lookup_of(guessed))
+            limits = replace(limits, num_speculative_tokens=counted, guesser=lookup_of(guessed))
         scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
         for rows, elapsed_s in self._trial:
             scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)
