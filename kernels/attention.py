@@ -1,7 +1,7 @@
 """Paged attention, of prefill and decode alike: plan once per step, run once per layer.
 
 q: [num_tokens, num_heads, head_dim]; k, v: [num_pages, num_kv_heads, page_size, head_dim], one layer's strided views
-of the page-major pool, with the same strides.
+of the page-major pool, with the same strides. Of latent rows, both are one tensor: see `AttentionSpec.value_dim`.
 """
 
 import math
@@ -21,6 +21,7 @@ from pdserve.kernels.staging import Staging, aligned, padded
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
+MAX_VALUE_DIM, MAX_TAIL = 512, 64  # of a latent row
 MAX_GROUP = 128
 LOG2_E = math.log2(math.e)
 COMBINE_SPLITS = 16  # partial results the combine kernel holds at a time
@@ -42,14 +43,18 @@ class AttentionSpec:
     window: int | None = None  # positions a query sees, its own included
     soft_cap: float | None = None  # c of c * tanh(score / c)
     has_sinks: bool = False  # a score of each head joins each softmax, without a value
+    value_dim: int | None = None  # of latent rows: the whole row is the key of all heads, its first features the value
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the first field the kernels do not serve."""
         require(self.num_kv_heads >= 1, f"num_kv_heads must be positive, got {self.num_kv_heads}")
         ratio_fits = self.num_heads % self.num_kv_heads == 0 and 1 <= self.group <= MAX_GROUP
         require(ratio_fits, f"num_heads must be 1 to {MAX_GROUP} times num_kv_heads, got {self.num_heads}")
-        dim_fits = self.head_dim % 16 == 0 and 16 <= self.head_dim <= MAX_HEAD_DIM
-        require(dim_fits, f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {self.head_dim}")
+        if self.value_dim is not None:
+            self._check_latents(self.value_dim)
+        most = MAX_HEAD_DIM if self.value_dim is None else MAX_VALUE_DIM + MAX_TAIL
+        dim_fits = self.head_dim % 16 == 0 and 16 <= self.head_dim <= most
+        require(dim_fits, f"head_dim must be a multiple of 16 up to {most}, got {self.head_dim}")
         require(self.page_size in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
         require(self.num_pages >= 1, f"num_pages must be positive, got {self.num_pages}")
         require(self.dtype in QUERY_DTYPES, f"dtype must be one of {QUERY_DTYPES}, got {self.dtype}")
@@ -58,6 +63,25 @@ class AttentionSpec:
         cap = 1.0 if self.soft_cap is None else self.soft_cap
         require(0 < cap < math.inf, f"soft_cap must be positive, got {self.soft_cap}")
 
+    def _check_latents(self, value_dim: int) -> None:
+        require(self.num_kv_heads == 1, f"num_kv_heads must be 1 of latent rows, got {self.num_kv_heads}")
+        value_fits = value_dim % 8 == 0 and 8 <= value_dim <= MAX_VALUE_DIM
+        require(value_fits, f"value_dim must be a multiple of 8 up to {MAX_VALUE_DIM}, got {value_dim}")
+        fits = 1 <= self.tail <= MAX_TAIL
+        require(fits, f"head_dim must be 1 to {MAX_TAIL} more than value_dim {value_dim}, got {self.head_dim}")
+        is_plain = self.window is None and self.soft_cap is None and not self.has_sinks
+        require(is_plain, "value_dim: latent rows are served without window, soft_cap and sinks")
+
+    @property
+    def width(self) -> int:
+        """Features of a value, and of a result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def tail(self) -> int:
+        """Features of a key that are none of its value; 0: K and V are apart."""
+        return self.head_dim - self.width
+
     @property
     def group(self) -> int:
         """Query heads that share a K/V head."""
@@ -65,8 +89,8 @@ class AttentionSpec:
 
     @property
     def block_d(self) -> int:
-        """head_dim rounded up to a power of two."""
-        return 1 << (self.head_dim - 1).bit_length()
+        """width rounded up to a power of two."""
+        return 1 << (self.width - 1).bit_length()
 
 
 def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -80,6 +104,7 @@ def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
         require(aligned, f"{name} must have strides in multiples of 16 elements, got {pages.stride()}")
         require(pages.device == q.device, f"{name} must be on {q.device}, got {pages.device}")
     require(k.stride() == v.stride(), f"v must have the strides of k, {k.stride()}, got {v.stride()}")
+    require(v is k or spec.tail == 0, "v must be k: latent rows are both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +165,17 @@ class PagedAttention:
         self.device = torch.device(device)
         chip = chip or tuning.device_of(str(self.device))
         self.tile = tile or _tile(spec, chip, size)
-        require(spec.group <= self.tile.block_m, f"num_heads: {spec.group} per K/V head do not fit a tile")
+        self._blocks = _head_blocks(spec, self.tile)
+        self._group, self._grid_heads = spec.group // self._blocks, spec.num_kv_heads * self._blocks
         # K and V tiles through tensor descriptors.
-        self.use_tma = chip.capability >= (9, 0) and spec.page_size >= self.tile.block_n and spec.dtype != torch.float32
+        fits_page = spec.page_size >= self.tile.block_n and spec.tail == 0
+        self.use_tma = chip.capability >= (9, 0) and fits_page and spec.dtype != torch.float32
         self.exact = spec.dtype == torch.float32 or self.device.type == "cpu"  # multiply in float32
-        rows = spec.num_kv_heads * self.tile.block_m  # of one item's results
+        rows = self._grid_heads * self.tile.block_m  # of one item's results
         room = room_for_partials(self.device) if room is None else room
-        max_partials = len(room) // (rows * (spec.head_dim + 1))
-        self._partials, self._lse = room[: max_partials * rows * spec.head_dim], room[-max_partials * rows :]
-        self._cutting = _cutting(spec, chip, self.tile, size, max_partials)
+        max_partials = len(room) // (rows * (spec.width + 1))
+        self._partials, self._lse = room[: max_partials * rows * spec.width], room[-max_partials * rows :]
+        self._cutting = _cutting(spec, chip, self.tile, size, (self._blocks, max_partials))
         self._staging = Staging(self.device)
         self._sources: dict[tuple[int, ...], TensorDescriptor] = {}  # by address and strides
         self._plan: _Plan | None = None
@@ -178,7 +205,7 @@ class PagedAttention:
         """Attend. q: the planned tokens, one sequence after another; with a size, `size.max_seqs` rows.
 
         sinks: float32 [num_heads], where the spec has them.
-        Rows past the planned tokens are neither read nor written. Returns `out`, or a fresh tensor like q.
+        Rows past the planned tokens are neither read nor written. Returns `out` [len(q), num_heads, width].
         """
         spec, tile, plan = self.spec, self.tile, self._plan
         if plan is None:
@@ -188,20 +215,23 @@ class PagedAttention:
         if sinks is not None:
             require_tensor("sinks", sinks, (spec.num_heads,), (torch.float32,))
         require(q.shape[0] >= plan.num_tokens, f"q must hold the {plan.num_tokens} planned tokens, got {q.shape[0]}")
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-        require_tensor("out", out, q.shape, (q.dtype,))
-        grid = (len(plan.items), spec.num_kv_heads) if self.size is None else (spec.num_kv_heads, len(plan.items))
+        shape = (len(q), spec.num_heads, spec.width)
+        out = q.new_empty(shape) if out is None else out
+        require_tensor("out", out, shape, (q.dtype,))
+        grid = (len(plan.items), self._grid_heads) if self.size is None else (self._grid_heads, len(plan.items))
+        if spec.tail > 0:
+            k, v = k[..., : spec.width], k[..., spec.width :]
         device_attention.attend[grid](
             q, self._source(k), self._source(v), sinks, out, self._partials, self._lse, plan.items, plan.pages,
             *q.stride()[:2], *k.stride()[:3], *out.stride()[:2],
-            *_score_factors(spec), spec.window or 0, spec.num_kv_heads,
+            *_score_factors(spec), spec.window or 0, self._grid_heads,
             **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
         if len(plan.combines) > 0:
-            rows = self._cutting.tokens_per_item * spec.group
-            device_attention.combine[len(plan.combines), spec.num_kv_heads, rows](
-                sinks, out, self._partials, self._lse, plan.combines, *out.stride()[:2], spec.num_kv_heads,
-                GROUP=spec.group, HEAD_DIM=spec.head_dim, BLOCK_D=spec.block_d, BLOCK_M=tile.block_m,
+            rows = self._cutting.tokens_per_item * self._group
+            device_attention.combine[len(plan.combines), self._grid_heads, rows](
+                sinks, out, self._partials, self._lse, plan.combines, *out.stride()[:2], self._grid_heads,
+                GROUP=self._group, HEAD_DIM=spec.width, BLOCK_D=spec.block_d, BLOCK_M=tile.block_m,
                 BLOCK_S=COMBINE_SPLITS, HAS_SINKS=spec.has_sinks, num_warps=COMBINE_WARPS,
             )  # fmt: skip
         return out
@@ -219,9 +249,11 @@ class PagedAttention:
     def _constants(self) -> dict[str, int | bool | str]:
         spec, tile = self.spec, self.tile
         return {
-            "GROUP": spec.group,
-            "HEAD_DIM": spec.head_dim,
+            "GROUP": self._group,
+            "HEAD_DIM": spec.width,
             "BLOCK_D": spec.block_d,
+            "TAIL": spec.tail,
+            "BLOCK_T": max(16, 1 << max(0, spec.tail - 1).bit_length()),
             "PAGE_SIZE": spec.page_size,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -256,18 +288,29 @@ def _score_factors(spec: AttentionSpec) -> tuple[float, float]:
 
 
 def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tuning.Tile:
+    if spec.tail > 0:
+        return tuning.latent_tile(chip, spec.dtype.itemsize, None if size is None else spec.group)
     if size is None:
         return tuning.prefill_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size)
     rows = max(16, 1 << (spec.group - 1).bit_length())
     return tuning.decode_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size, rows)
 
 
+def _head_blocks(spec: AttentionSpec, tile: tuning.Tile) -> int:
+    """Return into how many equal parts the heads that share a key are divided, so that each fits a tile."""
+    blocks = -(-spec.group // tile.block_m)
+    require(blocks == 1 or spec.tail > 0, f"num_heads: {spec.group} per K/V head do not fit a tile")
+    return next(count for count in range(blocks, spec.group + 1) if spec.group % count == 0)
+
+
 def _cutting(
-    spec: AttentionSpec, chip: tuning.Device, tile: tuning.Tile, size: StepSize | None, max_partials: int
+    spec: AttentionSpec, chip: tuning.Device, tile: tuning.Tile, size: StepSize | None, room: tuple[int, int]
 ) -> Cutting:
-    tokens_per_item, max_items = tile.block_m // spec.group, None
-    slots = chip.num_sms * tile.items_per_sm
+    """Return how a step is cut. room: blocks of heads, and how many partial results there is room for."""
+    (blocks, max_partials), max_items = room, None
+    num_heads, slots = spec.num_kv_heads * blocks, chip.num_sms * tile.items_per_sm
+    tokens_per_item = tile.block_m * blocks // spec.group
     if size is not None:
-        tokens_per_item, max_items = 1, size.max_seqs + 2 * -(-slots // spec.num_kv_heads)
+        tokens_per_item, max_items = 1, size.max_seqs + 2 * -(-slots // num_heads)
     limits = (max_items, max_partials)
-    return Cutting(tokens_per_item, tile.block_n, spec.num_kv_heads, slots, spec.page_size, spec.window, *limits)
+    return Cutting(tokens_per_item, tile.block_n, num_heads, slots, spec.page_size, spec.window, *limits)

@@ -73,7 +73,7 @@ class Target:
     """Where a step's new K and V go."""
 
     k_pages: Tensor  # one layer's views [num_pages, num_kv_heads, page_size, head_dim]
-    v_pages: Tensor
+    v_pages: Tensor  # of rows that may have another width
     slots: Tensor  # int32 or int64 [num_tokens]: page * page_size + slot; num_pages * page_size is nowhere (padding)
 
 
@@ -87,7 +87,7 @@ def rope_write(
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v into their slots; returns the finished q (`out` may be q).
 
-    qkv: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], any token and head strides.
+    qkv: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, width], any token and head strides.
     positions: int32 or int64 [num_tokens], rows of rotation.cos_sin. Raises ValueError naming the argument.
     """
     q, k, v = qkv
@@ -109,7 +109,8 @@ def rope_write(
         rotation.eps, num_heads, k.shape[1], num_slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
         *target.k_pages.stride()[:3], *target.v_pages.stride()[:3],
-        HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_HALF=power_of_two(head_dim // 2), HEADS=ROPE_HEADS,
+        HEAD_DIM=head_dim, BLOCK_HALF=power_of_two(head_dim // 2), V_DIM=v.shape[2], BLOCK_V=power_of_two(v.shape[2]),
+        HEADS=ROPE_HEADS,
         PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None,
         NORM_AFTER=rotation.q_norm is not None and rotation.norms_after,
         num_warps=4,
@@ -124,9 +125,9 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
     num_tokens, _, head_dim = q.shape
     require_tensor("k_pages", target.k_pages, (None, None, None, head_dim), DTYPES)
     num_pages, num_kv_heads, page_size = target.k_pages.shape[:3]
-    require_tensor("v_pages", target.v_pages, target.k_pages.shape, (target.k_pages.dtype,))
+    require_tensor("v_pages", target.v_pages, (*target.k_pages.shape[:3], None), (target.k_pages.dtype,))
     require_tensor("k", k, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
-    require_tensor("v", v, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
+    require_tensor("v", v, (num_tokens, num_kv_heads, target.v_pages.shape[3]), (q.dtype,))
     require_tensor("slots", target.slots, (num_tokens,), ID_DTYPES)
     return num_pages * page_size
 

@@ -55,6 +55,25 @@ DECODE = {
     (9, 256, 16): Tile(16, 32, 4, 3, 2),
     (10, 256, 16): Tile(16, 32, 4, 3, 2),
 }
+# (capability major, rows) -> tile of latent rows of 512 + 64 features; a row of the tile is a query of one head.
+LATENT = {
+    (9, 16): Tile(16, 32, 8, 3, 2),
+    (9, 32): Tile(32, 32, 8, 2),
+    (9, 64): Tile(64, 32, 8, 3),
+    (10, 16): Tile(16, 32, 8, 3, 2),
+    (10, 32): Tile(32, 32, 8, 2),
+    (10, 64): Tile(64, 32, 8, 3),
+    (8, 16): Tile(16, 32, 8, 2, 2),
+    (8, 32): Tile(32, 32, 8, 2),
+}
+
+
+def latent_tile(device: Device, kv_bytes: int, rows: int | None) -> Tile:
+    """Return the tile of latent rows, for `rows` queries that see the same ones; None: for many. It may be smaller."""
+    if kv_bytes == 4:
+        return Tile(16, 16, 4, 1, 2)
+    tiles = [tile for (family, _), tile in sorted(LATENT.items()) if family == _family(device)]
+    return next((tile for tile in tiles if rows is not None and rows <= tile.block_m), tiles[-1])
 
 
 def prefill_tile(device: Device, block_d: int, kv_bytes: int, page_size: int) -> Tile:

@@ -74,25 +74,35 @@ def _load_tile(
 
 @triton.jit
 def _attend_range(
-    acc, total, peak, q, q_position, begin, end, kv_end, last_page,
+    acc, total, peak, q, q_tail, q_position, begin, end, kv_end, last_page,
     k_source, v_source, kv_head, table, page_stride, slot_stride,
     score_scale, score_cap, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
     factor = score_cap if HAS_CAP else score_scale
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
-    for tile_start in tl.range(begin, end, BLOCK_N):
+    # Beside 64 wide rows, addresses that are kept from turn to turn would spill.
+    keeps_none: tl.constexpr = TAIL > 0 and q.shape[0] >= 64
+    for tile_start in tl.range(begin, end, BLOCK_N, disable_licm=keeps_none):
         start = tl.multiple_of(tile_start, BLOCK_N)
         k = _load_tile(k_source, kv_head, page, start, kv_end, page_stride, slot_stride,
                        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
-        v = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
-                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
+        if TAIL > 0:
+            v = k
+            tail = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
+                              TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
+        else:
+            v = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
+                           HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
+        if TAIL > 0:
+            scores = _multiply(q_tail, tl.trans(tail), scores, PRECISION)
         if HAS_CAP:
             scores = 1.0 - 2.0 / (tl.exp2(scores * score_scale) + 1.0)
         if MASKED:
@@ -141,8 +151,8 @@ def attend(
     q_token_stride, q_head_stride, page_stride, head_stride, slot_stride,
     out_token_stride, out_head_stride,
     score_scale, score_cap, window, num_kv_heads,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -151,6 +161,9 @@ def attend(
     Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale, or
     with HAS_CAP score_cap, includes log2(e). With HAS_SINKS each head's sink, a score without a value, joins the sum of
     weights where the last of them is known: here, or in `combine`.
+
+    Of latent rows (TAIL > 0), k is the first HEAD_DIM features, which are the value, too, and v the TAIL ones behind
+    them, which count in scores alone. Then a "K/V head" is a block of the heads, which all see the same rows.
     """
     kv_head, item = tl.program_id(1 - HEADS_INNER), tl.program_id(HEADS_INNER)
     fields = items_ptr + item * ITEM_FIELDS
@@ -162,29 +175,37 @@ def attend(
     table = pages_ptr + tl.load(fields + FIRST_PAGE)
     last_page = (kv_end - 1) // PAGE_SIZE
 
-    q = _load_queries(q_ptr + kv_head * GROUP * q_head_stride, q_start, q_count, q_token_stride, q_head_stride,
+    heads = q_ptr + kv_head * GROUP * q_head_stride
+    q = _load_queries(heads, q_start, q_count, q_token_stride, q_head_stride,
                       GROUP, HEAD_DIM, BLOCK_D, BLOCK_M)  # fmt: skip
+    q_tail = q
+    if TAIL > 0:
+        q_tail = _load_queries(heads + HEAD_DIM, q_start, q_count, q_token_stride, q_head_stride,
+                               GROUP, TAIL, BLOCK_T, BLOCK_M)  # fmt: skip
     q_position = first + tl.minimum(tl.arange(0, BLOCK_M) // GROUP, q_count - 1)
     k_source, v_source = k_ptr, v_ptr
+    page_head = kv_head if TAIL == 0 else 0
     if not USE_TMA:
-        k_source, v_source = k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride
+        k_source, v_source = k_ptr + page_head * head_stride, v_ptr + page_head * head_stride
     acc, total, peak = _no_keys(BLOCK_M, BLOCK_D)
 
     begin, end = _whole_tiles(first, q_count, kv_begin, kv_end, window, BLOCK_N, HAS_WINDOW)
     if HAS_WINDOW:
         acc, total, peak = _attend_range(
-            acc, total, peak, q, q_position, kv_begin, begin, kv_end, last_page, k_source, v_source, kv_head,
+            acc, total, peak, q, q_tail, q_position, kv_begin, begin, kv_end, last_page, k_source, v_source, page_head,
             table, page_stride, slot_stride, score_scale, score_cap, window,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True,
+            HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True,
         )  # fmt: skip
     acc, total, peak = _attend_range(
-        acc, total, peak, q, q_position, begin, end, kv_end, last_page, k_source, v_source, kv_head, table,
+        acc, total, peak, q, q_tail, q_position, begin, end, kv_end, last_page, k_source, v_source, page_head, table,
         page_stride, slot_stride, score_scale, score_cap, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, False)  # fmt: skip
+        HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, False,
+    )  # fmt: skip
     acc, total, peak = _attend_range(
-        acc, total, peak, q, q_position, end, kv_end, kv_end, last_page, k_source, v_source, kv_head, table,
+        acc, total, peak, q, q_tail, q_position, end, kv_end, kv_end, last_page, k_source, v_source, page_head, table,
         page_stride, slot_stride, score_scale, score_cap, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True)  # fmt: skip
+        HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True,
+    )  # fmt: skip
     slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
     if num_splits == 1:
         if HAS_SINKS:

@@ -76,7 +76,7 @@ def rope_write(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     out_token_stride, out_head_stride, k_page_stride, k_page_head_stride, k_slot_stride,
     v_page_stride, v_page_head_stride, v_slot_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Finish one token's q, k and v: q to `out`, k and v to the token's slot. Grid: (tokens, q then kv head blocks)."""
@@ -101,8 +101,8 @@ def rope_write(
         a, b, channel, in_half = _turned(
             k_ptr + token * k_token_stride, head * k_head_stride, valid, k_weight_ptr, eps, angles,
             HEAD_DIM, BLOCK_HALF, HAS_NORM, NORM_AFTER)  # fmt: skip
-        whole = tl.arange(0, BLOCK_D)
-        in_head = valid[:, None] & (whole < HEAD_DIM)[None, :]
+        whole = tl.arange(0, BLOCK_V)
+        in_head = valid[:, None] & (whole < V_DIM)[None, :]
         v = tl.load(v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head)
         k_row = k_pages_ptr + page * k_page_stride + place * k_slot_stride + (head * k_page_head_stride)[:, None]
         k_row += channel[None, :]

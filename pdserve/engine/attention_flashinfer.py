@@ -63,8 +63,8 @@ def why_not(specs: Sequence[AttentionSpec], device: torch.device) -> str:
     Computes a few prompts with it and with the kernels.
     """
     spec = specs[0]
-    if len(specs) > 1 or spec.soft_cap is not None or spec.has_sinks:
-        return "it is used where all layers are alike, without a soft cap of scores or sinks"
+    if len(specs) > 1 or spec.soft_cap is not None or spec.has_sinks or spec.value_dim is not None:
+        return "it is used where all layers are alike, without a soft cap of scores, sinks or latent rows"
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install flashinfer-python"
     if spec.dtype not in TOLERANCE:

@@ -49,6 +49,7 @@ def attention_spec(
         window=scores.window,
         soft_cap=scores.soft_cap,
         has_sinks=scores.has_sinks,
+        value_dim=config.head_dim - config.rope_dim if config.is_latent else None,
     )
 
 
@@ -89,7 +90,7 @@ class TritonAttention:
         """
         self._config, kv = config, kind.kv
         self._spec = attention_spec(config, kind.scores, kv.shape[4], kv.shape[0], kv.dtype)
-        self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(kv.shape[1])]
+        self._pages = [(parts[0], parts[-1]) for parts in (layer.unbind(1) for layer in kv.unbind(1))]
         found, places = distinct(kind.ropes)
         tables = [rope.table(max_kv_len) for rope in found]
         self._cos_sin = [tables[place] for place in places]
@@ -123,11 +124,14 @@ class TritonAttention:
         if step is None:
             raise RuntimeError("run before plan")
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads], qkv[:, -num_kv_heads:]
         k_pages, v_pages = self._pages[layer]
-        target = Target(k_pages, v_pages, step.slots)
-        q = rope_write((q, k, v), step.positions, self._rotation(layer, qk_norm), target, out=q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        # Of latent rows, the last features turn, and the others are the value; of K and V all are both.
+        turning, width = slice(-self._config.rope_dim, None), self._spec.width
+        turned, target = q[..., turning], Target(k_pages[..., turning], v_pages[..., :width], step.slots)
+        parts = (turned, k[..., turning], v[..., :width])
+        rope_write(parts, step.positions, self._rotation(layer, qk_norm), target, out=turned)
+        out = q.new_empty((len(q), num_heads, width))
         for kernel, tokens in step.parts:
             kernel.run(q[tokens], k_pages, v_pages, out=out[tokens], sinks=sinks)
         return out.view(len(out), -1)

@@ -312,7 +312,7 @@ def step_bytes(model: Model, max_num_batched_tokens: int, max_num_seqs: int, max
     logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
     captured = GRAPH_SHARE * max_num_seqs * (per_token + config.vocab_size * element_bytes)
     num_kinds = len({each.scores for each in config.design.attentions if each is not None})
-    angles = len(distinct(model.ropes)[0]) * max_model_len * config.head_dim * 4
+    angles = len(distinct(model.ropes)[0]) * max_model_len * config.rope_dim * 4
     fixed = SCORING_BYTES + num_kinds * (PARTIALS_BYTES + angles) + LIBRARY_BYTES
     return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + fixed
 

@@ -253,7 +253,6 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
     kinds = {
-        "latent attention": model.is_latent,
         "windows that begin at multiples of their length": model.attends_in_torch,
         "layers with a state": model.has_states,
     }

@@ -35,7 +35,7 @@ class Attends(Protocol):
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then k, then v; may be overwritten.
         sinks: float32 [num_heads], where the layer has them.
-        Returns [num_tokens, num_heads * head_dim].
+        Returns [num_tokens, num_heads * head_dim]; of latent rows, each head's result may be of the latent alone.
         """
         ...
 

@@ -105,7 +105,8 @@ class Decoder:
 
     def activation_bytes(self) -> int:
         config = self.config
-        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        copies = 3 if config.is_latent else 2  # of what all heads have: of latents, a product of each head is copied
+        heads = (copies * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         inner = 3 * max(layer.mlp.inner_size for layer in config.design.layers)
         mlps = (layer.mlp for layer in config.design.layers)
         made = (

@@ -62,12 +62,12 @@ class Load:
         """Return those of the causal half."""
         shape = self.shape
         pairs = shape.queries * shape.keys - shape.queries * (shape.queries - 1) / 2
-        return 4e-12 * shape.batch * pairs * self.spec.num_heads * self.spec.head_dim
+        return 2e-12 * shape.batch * pairs * self.spec.num_heads * (self.spec.head_dim + self.spec.width)
 
     @property
     def gigabytes(self) -> float:
         """Return those of the keys and values that it reads."""
-        per_key = 2 * self.spec.num_kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
+        per_key = _parts(self.spec) * self.spec.num_kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
         return 1e-9 * self.shape.batch * self.shape.keys * per_key
 
 
@@ -77,7 +77,9 @@ QWEN = replace(LLAMA, num_heads=16)
 EIGHT_B = replace(LLAMA, num_heads=32)
 SMALL_HEADS = replace(EIGHT_B, head_dim=64, scale=0.125)
 SMALL_PAGES = replace(LLAMA, page_size=16)
+LATENTS = AttentionSpec(16, 1, 576, 64, 1, 192**-0.5, value_dim=512)  # DeepSeek-V2-Lite's
 DRY = AttentionSpec(4, 2, 16, 16, 1, 0.25, torch.float32)
+DRY_LATENTS = AttentionSpec(4, 1, 48, 16, 1, 0.25, torch.float32, value_dim=32)
 
 WIDE_TILES = (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2))
 SHOWN_TILES = 4
@@ -120,6 +122,16 @@ DECODES = [
     Load("64/8 d128", LLAMA, Shape(32, 1, 8192)),
     Load("64/8 d128 16-slot pages", SMALL_PAGES, Shape(32, 1, 8192)),
 ]
+OF_LATENTS = [
+    Load("latents, 16 heads", LATENTS, Shape(32, 1, 8192)),
+    Load("latents, 16 heads", LATENTS, Shape(1, 1, 131072)),
+    Load("latents, 16 heads", LATENTS, Shape(256, 1, 1024)),
+    Load("latents, 128 heads", replace(LATENTS, num_heads=128), Shape(32, 1, 8192)),
+    Load("latents, 16 heads", LATENTS, Shape(1, 8192, 8192)),
+    Load("latents, 16 heads", LATENTS, Shape(1, 512, 131072)),
+    Load("latents, 128 heads", replace(LATENTS, num_heads=128), Shape(1, 2048, 2048)),
+]
+LATENT_TILES = [Tile(rows, keys, 8, stages) for rows, keys, stages in product((16, 32, 64), (32, 64), (2, 3))]
 DRY_PREFILLS = [
     Load("dry", DRY, Shape(1, 20, 20)),
     Load("dry", DRY, Shape(1, 3, 20)),
@@ -135,6 +147,21 @@ def prefill_loads(device: Device) -> list[Load]:
 
 def decode_loads(device: Device) -> list[Load]:
     return device.sized(DECODES, DRY_DECODES)
+
+
+def latent_loads(device: Device) -> list[Load]:
+    return device.sized(
+        OF_LATENTS, [Load("dry", DRY_LATENTS, Shape(2, 1, 20)), Load("dry", DRY_LATENTS, Shape(1, 3, 20))]
+    )
+
+
+def latents(device: Device) -> Iterator[Case]:
+    """Time attention over latent rows: decoding, by what it reads, then prompts, by what they multiply."""
+    for load in latent_loads(device):
+        name = f"{load.name} {load.shape.queries}@{load.shape.keys} x{load.shape.batch}"
+        decodes = load.shape.size is not None
+        work, unit = (load.gigabytes, "GB/s") if decodes else (load.tera_operations, "TFLOP/s")
+        yield name, partial(_time, device, load, name, work, unit, has_peers=False)
 
 
 def prefill(device: Device) -> Iterator[Case]:
@@ -162,6 +189,8 @@ def tune(device: Device) -> Iterator[Case]:
         ("prefill d64", SMALL_HEADS, long_prompt, PREFILL_TILES),
         ("prefill d128 16-slot pages", SMALL_PAGES, long_prompt, PREFILL_TILES),
         ("decode d128", LLAMA, batch, DECODE_TILES),
+        ("prefill latents", LATENTS, long_prompt, LATENT_TILES),
+        ("decode latents", LATENTS, batch, LATENT_TILES),
     ]
     for name, spec, shape, tiles in device.sized(cases, [("dry", DRY, batch, [Tile(16, 16, 4, 2), Tile(1, 16, 4, 2)])]):
         yield name, partial(_best, device, Load(name, spec, shape), tiles)
@@ -231,7 +260,7 @@ def calls(
     attention = attention_of(device, spec, load)
     attention.plan(np.full(shape.batch, shape.queries), np.full(shape.batch, shape.keys), table)
     q = torch.randn((shape.batch * shape.queries, spec.num_heads, spec.head_dim), device=device.torch).to(spec.dtype)
-    out = torch.empty_like(q)
+    out = q.new_empty((len(q), spec.num_heads, spec.width))
     return [partial(attention.run, q, *layer_views(kv, layer), out=out) for layer in range(layers)]
 
 
@@ -241,10 +270,15 @@ def _pool(
     """Fill a pool with random keys and values on scattered pages."""
     columns = -(-shape.keys // spec.page_size)
     spec = replace(spec, num_pages=shape.batch * columns)
-    sizes = (spec.num_pages, num_layers, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    sizes = (spec.num_pages, num_layers, _parts(spec), spec.num_kv_heads, spec.page_size, spec.head_dim)
     kv = torch.empty(sizes, dtype=spec.dtype, device=device.torch).normal_()
     order = np.random.default_rng(0).permutation(spec.num_pages).astype(np.int32)
     return spec, kv, order.reshape(shape.batch, columns)
+
+
+def _parts(spec: AttentionSpec) -> int:
+    """Return how many rows a key is kept in."""
+    return 2 if spec.tail == 0 else 1
 
 
 def _peer_times(device: Device, load: Load) -> tuple[dict[str, float], str]:

@@ -82,6 +82,11 @@ def _attention() -> Iterator[Check]:
     decode = partial(_decode_error, (8, 2), 64, 64, singles, window=128, soft_cap=30.0, has_sinks=True)
     yield Check("decode window, cap, sinks", decode, HALF)
     yield Check("decode sinks", partial(_decode_error, (8, 2), 64, 64, singles, has_sinks=True), HALF)
+    for num_heads in (16, 20, 128):
+        for_heads = partial(_prefill_error, (num_heads, 1), 576, 64, chunks, value_dim=512)
+        yield Check(f"prefill latents, {num_heads} heads", for_heads, HALF)
+        for_heads = partial(_decode_error, (num_heads, 1), 576, 64, singles, value_dim=512)
+        yield Check(f"decode latents, {num_heads} heads", for_heads, HALF)
     float32 = Lens((40, 5), (500, 70))
     yield Check("prefill float32", partial(_prefill_error, (8, 2), 128, 64, float32, dtype=torch.float32), 1e-5)
     yield Check("prefill few heads, long", partial(_prefill_error, (8, 1), 128, 64, Lens((256,), (65536,))), HALF)
@@ -103,7 +108,7 @@ def _prefill_error(
     case = problem.make(problem.spec_of(heads, dim, page_size, lens, **fields), lens, device=device.name)
     attention = PagedAttention(case.spec, device.torch)
     attention.plan(*lens.arrays, case.page_table)
-    out = torch.full_like(case.q, torch.nan)
+    out = case.unwritten(len(case.q))
     return case.error(attention.run(case.q, *case.pages, out=out, sinks=case.sinks))
 
 
@@ -116,7 +121,7 @@ def _decode_error(
     size = StepSize(len(kv_lens) + 2, int(kv_lens.max()) + 100)
     attention = PagedAttention(case.spec, device.torch, size)
     q = torch.zeros((size.max_seqs, *case.q.shape[1:]), dtype=case.q.dtype, device=device.torch)
-    out = torch.full_like(q, torch.nan)
+    out = case.unwritten(len(q))
 
     def step() -> Tensor:
         return attention.run(q, *case.pages, out=out, sinks=case.sinks)

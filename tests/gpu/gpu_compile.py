@@ -56,7 +56,8 @@ def _row(name: str, done: Future[None]) -> list[Row]:
 
 
 def _kernels(device: Device) -> dict[str, Job[None]]:
-    loads = [*gpu_attention.prefill_loads(device), *gpu_attention.decode_loads(device)]
+    of_kinds = (gpu_attention.prefill_loads, gpu_attention.decode_loads, gpu_attention.latent_loads)
+    loads = [load for loads_of in of_kinds for load in loads_of(device)]
     jobs: dict[str, Job[None]] = {
         f"{load.name} {load.shape}": partial(_attention, load)
         for load in {(each.spec, each.tile, each.shape.size is None): each for each in loads}.values()

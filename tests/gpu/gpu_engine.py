@@ -78,6 +78,22 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "num_key_value_heads": 4,
         "sliding_window": 24,
     },
+    "deepseek-v3, 16 heads": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_attention_heads": 16,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 16,
+    },
 }
 FEW_LAYERS = 4
 SCORED_TOKENS = 700

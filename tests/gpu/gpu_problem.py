@@ -37,7 +37,7 @@ class Problem:
     lens: Lens
     page_table: Int32s
     q: Tensor
-    kv: Tensor  # [num_pages, 2 layers, 2, num_kv_heads, page_size, head_dim]
+    kv: Tensor  # [num_pages, 2 layers, 2, num_kv_heads, page_size, head_dim]; of latent rows, 1 in the place of 2
     sinks: Tensor | None  # float32 [num_heads]
 
     @property
@@ -51,11 +51,16 @@ class Problem:
         for row, (query_len, kv_len) in enumerate(zip(self.lens.query, self.lens.kv, strict=True)):
             ids = self.page_table[row, : -(-kv_len // spec.page_size)]
             k, v = (read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
+            v = v[..., : spec.width]
             q = self.q[start : start + query_len].double()
             scoring = reference.Scoring(spec.scale, spec.window, spec.soft_cap, self.sinks)
             answers.append(reference.attention(q, k, v, scoring))
             start += query_len
         return torch.cat(answers)
+
+    def unwritten(self, num_tokens: int) -> Tensor:
+        """Return room for results, full of NaN."""
+        return self.q.new_full((num_tokens, self.spec.num_heads, self.spec.width), torch.nan)
 
     def error(self, out: Tensor) -> float:
         """Return the largest absolute difference from the answer; infinite where `out` has NaN."""
@@ -78,7 +83,8 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
     order = np.random.default_rng(seed).permutation(spec.num_pages)
     counts = [-(-length // spec.page_size) for length in lens.kv]
     table = np.full((len(counts), max(counts) + 2), OUTSIDE, dtype=np.int32)
-    shape = (spec.num_pages, 2, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    parts = 2 if spec.tail == 0 else 1
+    shape = (spec.num_pages, 2, parts, spec.num_kv_heads, spec.page_size, spec.head_dim)
     kv = torch.full(shape, unused, device=device)
     taken = 0
     for row, (count, length) in enumerate(zip(counts, lens.kv, strict=True)):
@@ -86,10 +92,11 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
         table[row, :count] = ids
         taken += count
         slots = torch.as_tensor((ids[:, None] * spec.page_size + np.arange(spec.page_size)).reshape(-1)[:length])
-        rows = torch.randn((length, 2, spec.num_kv_heads, spec.head_dim), generator=random, device=device)
-        rows[:, 1] = rows[:, 1].mul(0.3).clamp(-0.75, 0.75)
-        for pages, values in zip(layer_views(kv, 1), rows.unbind(1), strict=True):
-            write_pages(pages, values, slots.to(device))
+        rows = torch.randn((length, parts, spec.num_kv_heads, spec.head_dim), generator=random, device=device)
+        values = rows[:, -1, :, : spec.width]
+        values.mul_(0.3).clamp_(-0.75, 0.75)
+        for pages, written in zip(kv[:, 1].unbind(1), rows.unbind(1), strict=True):
+            write_pages(pages, written, slots.to(device))
     q_shape = (sum(lens.query), spec.num_heads, spec.head_dim)
     q = torch.randn(q_shape, generator=random, device=device).to(spec.dtype)
     sinks = torch.randn(spec.num_heads, generator=random, device=device) * 3 if spec.has_sinks else None
@@ -99,9 +106,11 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
 def layer_views(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Return one layer's K and V as strided views [num_pages, num_kv_heads, page_size, head_dim].
 
-    kv: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], a page being one contiguous run.
+    kv: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], a page being one contiguous run; of latent rows,
+    which are K and V at once, 1 in the place of 2.
     """
-    return kv[:, layer, 0], kv[:, layer, 1]
+    parts = kv[:, layer].unbind(1)
+    return parts[0], parts[-1]
 
 
 def read_pages(pages: Tensor, page_ids: Sequence[int], num_tokens: int) -> Tensor:

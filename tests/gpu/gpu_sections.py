@@ -25,6 +25,7 @@ _ALL = (
     Section("memory", 25, gpu_memory.cases),
     Section("prefill", 50, gpu_attention.prefill),
     Section("decode", 40, gpu_attention.decode),
+    Section("latents", 30, gpu_attention.latents),
     Section("sampler", 20, gpu_sampler.cases),
     Section("coded", 40, gpu_coded.cases),
     Section("steps", 40, gpu_steps.cases),

@@ -32,12 +32,13 @@ HEADS_AND_PAGES = [
     for case in itertools.product(HEADS, (16, 64, 128))
 ]
 HEAD_DIMS = [64, 80, 96, 128, 256]
+DEEPSEEK = (512, 64)  # features of a latent, and of the key that turns
 
 
 def prefill_error(case: Problem, tile: Tile | None = SMALL) -> float:
     attention = PagedAttention(case.spec, "cpu", tile=tile)
     attention.plan(*case.lens.arrays, case.page_table)
-    out = torch.full_like(case.q, torch.nan)
+    out = case.unwritten(len(case.q))
     attention.run(case.q, *case.pages, out=out, sinks=case.sinks)
     return case.error(out)
 
@@ -49,7 +50,7 @@ def decode_error(case: Problem, tile: Tile | None = None) -> float:
     attention.plan(query_lens, kv_lens, case.page_table)
     q = torch.full((size.max_seqs, *case.q.shape[1:]), torch.nan, dtype=case.q.dtype)
     q[: len(case.q)] = case.q
-    out = torch.full_like(q, torch.nan)
+    out = case.unwritten(len(q))
     attention.run(q, *case.pages, out=out, sinks=case.sinks)
     assert out[len(case.q) :].isnan().all(), "rows of no sequence were written"
     return case.error(out)
@@ -117,11 +118,51 @@ def test_keys_split_over_items_combine_to_the_whole(kv_len: int) -> None:
     case = make((8, 1), 64, 64, Lens((4, 1), (kv_len, 70)), has_sinks=True)
     attention = PagedAttention(case.spec, "cpu", tile=SMALL)
     attention.plan(*case.lens.arrays, case.page_table)
-    out = torch.full_like(case.q, torch.nan)
+    out = case.unwritten(len(case.q))
     attention.run(case.q, *case.pages, out=out, sinks=case.sinks)
     assert case.error(out) <= 7.5e-3
     case = make((8, 1), 64, 64, Lens((1, 1), (kv_len, 70)), dtype=torch.float32, has_sinks=True)
     assert decode_error(case) <= 1e-5
+
+
+def latents(num_heads: int, widths: tuple[int, int], page_size: int, lens: Lens, **fields: object) -> Problem:
+    """Make a problem of latent rows. widths: of values, and of what is in keys alone."""
+    return make((num_heads, 1), sum(widths), page_size, lens, value_dim=widths[0], **fields)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "page_size"),
+    [
+        pytest.param(*case, marks=() if case in ((16, 16), (20, 64)) else pytest.mark.long)
+        for case in itertools.product((1, 16, 20, 128), (16, 64, 128))
+    ],
+)
+def test_latent_rows_are_keys_and_values_of_all_heads(num_heads: int, page_size: int) -> None:
+    kv = edge_lens(page_size)
+    chunks = Lens((1, page_size - 1, 5, 2, 17), tuple(kv))
+    assert prefill_error(latents(num_heads, DEEPSEEK, page_size, chunks), tile=None) <= 7.5e-3
+    assert decode_error(latents(num_heads, DEEPSEEK, page_size, Lens((1,) * len(kv), tuple(kv)))) <= 7.5e-3
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("widths", [(24, 8), (40, 8), (256, 32), pytest.param(DEEPSEEK, marks=pytest.mark.long)])
+def test_latent_rows_of_every_width_are_right(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    chunks, singles = Lens((20, 1, 4), (70, 33, 50)), Lens((1, 1), (70, 33))
+    assert prefill_error(latents(6, widths, 32, chunks, dtype=dtype), tile=None) <= TOLERANCE[dtype]
+    assert decode_error(latents(6, widths, 32, singles, dtype=dtype)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_heads", [20, 128])
+def test_heads_that_fit_no_tile_are_divided_among_several(num_heads: int) -> None:
+    tile = Tile(16, 32, 4, 1)
+    assert prefill_error(latents(num_heads, (64, 16), 32, Lens((3, 1), (40, 17))), tile) <= 7.5e-3
+    assert decode_error(latents(num_heads, (64, 16), 32, Lens((1, 1), (40, 17))), tile) <= 7.5e-3
+
+
+@pytest.mark.parametrize("num_heads", [16, pytest.param(128, marks=pytest.mark.long)])
+def test_latent_rows_split_over_items_combine_to_the_whole(num_heads: int) -> None:
+    assert prefill_error(latents(num_heads, DEEPSEEK, 64, Lens((4, 1), (2048, 70))), tile=None) <= 7.5e-3
+    assert decode_error(latents(num_heads, DEEPSEEK, 64, Lens((1, 1), (2048, 70)))) <= 7.5e-3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -14,6 +14,7 @@ from pdserve.kernels import pageio, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 
 SPEC = AttentionSpec(4, 2, 64, 16, 8, 0.125)
+LATENTS = AttentionSpec(4, 1, 48, 16, 8, 0.125, value_dim=32)
 LENS = Lens((2, 1), (20, 5))
 TABLE = np.array([[0, 1], [2, 0]])
 
@@ -37,6 +38,33 @@ TABLE = np.array([[0, 1], [2, 0]])
 def test_a_spec_names_the_field_it_does_not_serve(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         replace(SPEC, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_kv_heads", 2),
+        ("value_dim", 20),
+        ("value_dim", 520),
+        ("head_dim", 32),
+        ("head_dim", 112),
+        ("head_dim", 40),
+        ("value_dim", {"window": 5}),
+        ("value_dim", {"soft_cap": 5.0}),
+        ("value_dim", {"has_sinks": True}),
+    ],
+)
+def test_a_spec_of_latent_rows_names_what_it_does_not_serve(field: str, value: object) -> None:
+    changes = value if isinstance(value, dict) else {field: value}
+    with pytest.raises(ValueError, match=rf"^{field}"):
+        replace(LATENTS, **changes)
+
+
+def test_latent_rows_are_given_once() -> None:
+    attention, rows = PagedAttention(LATENTS, "cpu"), torch.zeros((8, 1, 16, 48), dtype=torch.bfloat16)
+    attention.plan(*LENS.arrays, TABLE)
+    with pytest.raises(ValueError, match=r"^v must be k"):
+        attention.run(torch.zeros((3, 4, 48), dtype=torch.bfloat16), rows, rows.clone())
 
 
 def planned() -> tuple[PagedAttention, Tensor, Tensor, Tensor]:

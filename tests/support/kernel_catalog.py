@@ -21,6 +21,7 @@ CHIPS = {
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # most that one program may use
 META = torch.device("meta")
 LLAMA = AttentionSpec(64, 8, 128, 64, 4096, 128**-0.5)  # Llama 3.1 70B's attention
+LATENTS = AttentionSpec(128, 1, 576, 64, 4096, 192**-0.5, value_dim=512)  # DeepSeek-V3's
 ROWS = 64
 VOCAB = 128256
 
@@ -57,6 +58,7 @@ def attention_specs() -> dict[str, AttentionSpec]:
         "d128 16-slot pages": replace(LLAMA, page_size=16),
         "d128 window": replace(LLAMA, window=4096),
         "d256 window and cap": replace(LLAMA, head_dim=256, num_heads=8, num_kv_heads=4, window=4096, soft_cap=50.0),
+        **{f"latents, {heads} heads": replace(LATENTS, num_heads=heads) for heads in (16, 20, 128)},
         "d64 window and sinks": replace(LLAMA, head_dim=64, window=128, has_sinks=True),  # GPT-OSS
     }
 
@@ -66,6 +68,7 @@ def page_cases() -> list[Case]:
     return [
         Case("rope and write", lambda chip: _rope_write(normed=False), hot=True),
         Case("norm, rope and write", lambda chip: _rope_write(normed=True), hot=True),
+        Case("rope and write latents", lambda chip: _latents_write(), hot=True),
         Case("digest pages", lambda chip: pageio.page_digests(_kv(LLAMA), _ids(ROWS)), hot=True),
     ]
 
@@ -154,12 +157,13 @@ def _ids(count: int) -> Tensor:
 
 
 def _kv(spec: AttentionSpec) -> Tensor:
-    return _empty(spec.num_pages, 32, 2, spec.num_kv_heads, spec.page_size, spec.head_dim, dtype=spec.dtype)
+    parts = 2 if spec.tail == 0 else 1
+    return _empty(spec.num_pages, 32, parts, spec.num_kv_heads, spec.page_size, spec.head_dim, dtype=spec.dtype)
 
 
 def _pool(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    kv = _kv(spec)
-    return kv[:, 0, 0], kv[:, 0, 1]
+    parts = _kv(spec)[:, 0].unbind(1)
+    return parts[0], parts[-1]
 
 
 def _rope_write(*, normed: bool) -> Tensor:
@@ -168,6 +172,14 @@ def _rope_write(*, normed: bool) -> Tensor:
     rotation = pageio.Rotation(_empty(4096, 128, dtype=torch.float32), q_norm=weight, k_norm=weight)
     target = pageio.Target(*_pool(LLAMA), _ids(ROWS))
     return pageio.rope_write((qkv[0], qkv[1], qkv[2]), _ids(ROWS), rotation, target)
+
+
+def _latents_write() -> Tensor:
+    heads, (rows, _), width = _empty(ROWS, 17, 576), _pool(LATENTS), LATENTS.width
+    q, row = heads[:, :16, width:], heads[:, 16:]
+    target = pageio.Target(rows[..., width:], rows[..., :width], _ids(ROWS))
+    rotation = pageio.Rotation(_empty(4096, LATENTS.tail, dtype=torch.float32))
+    return pageio.rope_write((q, row[..., width:], row[..., :width]), _ids(ROWS), rotation, target, out=q)
 
 
 def _experts(num_rows: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import spec
-from model_zoo import IN_TORCH, MORE_FAMILIES, prompt, write_model
+from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
@@ -73,13 +73,14 @@ def in_two_groups(step: StepPlan) -> StepPlan:
 # With layers of each kind, whose windows the steps pass; the others have one layer.
 OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "ministral", "olmo3", "qwen2-windows")
 SHAPES: dict[str, dict[str, int]] = {
+    "deepseek-v3": {"num_hidden_layers": 2},
     "glm4-moe": {"num_hidden_layers": 2},
     "smollm3": {"num_hidden_layers": 2},
     **{family: {"sliding_window": 8} for family in OF_KINDS},
 }
 
 # Those whose kernels get something that no other test gives them.
-ALWAYS = ("gemma2", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
+ALWAYS = ("deepseek-v3", "gemma2", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ ALWAYS = ("gemma2", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
     [
         pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long)
         for each in MORE_FAMILIES
-        if each not in IN_TORCH  # which the kernels do not have
+        if each not in (*STATES, "llama4")  # which the kernels do not have
     ],
 )
 def test_logits_over_kernels_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:
