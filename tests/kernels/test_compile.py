@@ -19,9 +19,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6, 8.9 and 12.x take the same tiles
 ROWS = "rope and write|digest|rms norm|silu|sample|count|experts of 16 rows$|AWQ of (1|4096) rows$"
 WANTED = {  # one of each kernel; the report has all
-    80: f"(prefill|decode) d128$|{ROWS}",
-    90: f"d128$|d128 16-slot|window$|float32|{ROWS}|(FP8 (blocks|outputs)|W8A8) of 64 rows|MXFP4 of 64 rows",
-    100: "(prefill|decode) d128$|rope and write|sample|experts of 4096|FP8 blocks of 4096 rows",
+    80: f"(prefill|decode) (d128|latents, 16 heads)$|write latents|{ROWS}",
+    90: f"d128$|d128 16-slot|window$|latents|float32|{ROWS}|(FP8 (blocks|outputs)|W8A8) of 64 rows|MXFP4 of 64 rows",
+    100: "(prefill|decode) (d128|latents, 128 heads)$|rope and write|sample|experts of 4096|FP8 blocks of 4096 rows",
 }
 PROGRAM = """
 import json, re, sys

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_engine import Texts
 from gpu_models import QWEN3_0_6B, drive
 from gpu_throughput import Work, nano_vllm_work
 from held_weights import held
@@ -98,6 +99,13 @@ def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
     command = [sys.executable, str(ROOT / "tests" / "gpu" / "run_gpu.py"), "--only", "engine"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.long
+def test_an_engine_over_latent_rows_draws_the_tokens_of_the_cpus() -> None:
+    """Of prompts that are computed in chunks, beside sequences that decode."""
+    found = Texts.of("deepseek-v3, 16 heads", torch.device("cpu"), (15, 17, 3, 60), 4)
+    assert (found.unlike_the_cpus, found.unlike_ahead) == ([], [])
 
 
 def test_pages_take_what_is_left_of_their_share() -> None:
