@@ -91,6 +91,11 @@ class Node:
         self.steps: deque[StepPlan] = deque()
 
 
+def digest_of(content: bytes) -> int:
+    """Return the digest of a page: not negative, as movers' are."""
+    return hash(content) % (1 << 64)
+
+
 class Joined:
     """Cores by name, and everything on its way between them: `streams` by (what, from, to)."""
 
@@ -100,7 +105,7 @@ class Joined:
         self.attached: set[tuple[str, str]] = set()  # from a sender to a receiver
         self.is_cut = False  # no stream can be had that does not stand
         self.now_s = 0.0
-        self.digest_of: Callable[[bytes], int] = hash
+        self.digest_of: Callable[[bytes], int] = digest_of
         self.breaks_next_copy = False
 
     def report(self, worker: str, report: object) -> None:
@@ -202,6 +207,6 @@ class Joined:
         self.handle(source, doors.ReceiverMessage(copy.peer, copy.key, stopped))
 
     def _check(self, worker: str, check: doors.CheckDigests) -> None:
-        found = [hash(self.nodes[worker].runner.read(page)) for page in check.pages]
+        found = [digest_of(self.nodes[worker].runner.read(page)) for page in check.pages]
         wrong = [place for place, digest in enumerate(check.digests) if digest != found[place]]
         self.handle(worker, doors.DigestsChecked(check.key, wrong[0] if wrong else None))
