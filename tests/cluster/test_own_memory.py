@@ -1,11 +1,12 @@
 """Workers whose ranks have memory of their own hand off to workers of other degrees, as one rank with all would."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import moving
 import psutil
 import pytest
-from live_cluster import Answer, LiveCluster, greedy, is_idle, live_cluster, load_of
+from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
 from wired_cluster import wired_cluster
@@ -22,6 +23,7 @@ OWN = (
 )
 LENGTHS = (1, 16, 40, 130, 300)
 LONG = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
+OVER_TCP = ("--page-size", "16", "--handoff-transport", "tcp")  # writes need the receiver's help
 WIDE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -40,6 +42,14 @@ def oracle(model: Path) -> PreTrainedModel:
 def ranks_of(cluster: LiveCluster, name: str) -> list[psutil.Process]:
     children = psutil.Process(cluster.pid_of(name)).children()
     return [each for each in children if "pdserve.executor.rank" in each.cmdline()]
+
+
+def meet(cluster: LiveCluster, num_prefills: int) -> None:
+    """Let each prefill worker hand off once: afterwards it can write at once."""
+    cluster.wait_for(all_ready(num_prefills + 1), 60)
+    for seed in range(num_prefills):
+        cluster.generate(greedy(prompt(20, seed), 2))
+    cluster.wait_for(is_idle, 5)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +74,10 @@ def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts
     tmp_path: Path,
 ) -> None:
     model = write_model("llama3", tmp_path / "model", **WIDE)
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", "--page-size", "16", "--handoff-transport", "tcp")
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
     asked = prompt(LONG, "killed")
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
+        meet(cluster, 1)
         with cluster.frozen("prefill-0"):
             call = cluster.start(greedy(asked, 30))
             cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
@@ -77,8 +88,42 @@ def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts
             rank.kill()
             psutil.Process(before).wait(5) if psutil.pid_exists(before) else None
         answer.read(call)
-        assert cluster.pid_of("prefill-0") != before
+        assert (cluster.pid_of("prefill-0") != before, answer.ledger.attempts) == (True, 2)
         status = cluster.wait_for(is_idle, 5)
+    assert_right(load_oracle(model), asked, answer.tokens[0], 30)
+    assert load_of(status, "decode-0").num_digest_mismatches == 0
+
+
+def test_pages_that_ranks_still_write_come_back_when_their_worker_thaws(tmp_path: Path) -> None:
+    model = write_model("llama3", tmp_path / "model", **WIDE)
+    sizes = (
+        "--prefill",
+        "2",
+        "--prefill-tp",
+        "2",
+        "--decode-pp",
+        "2",
+        "--page-size",
+        "16",
+        "--handoff-transport",
+        "tcp",
+    )
+    asked, prefills = prompt(LONG, "frozen"), ("prefill-0", "prefill-1")
+    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
+        meet(cluster, 2)
+        with cluster.frozen(*prefills):
+            call = cluster.start(greedy(asked, 30))
+            status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
+        (writer,) = [w.registration.worker_id for w in status.workers if w.num_assigned and w.load.pages_granted == 0]
+        answer = Answer()
+        with cluster.frozen("decode-0"):  # it does not read what is written: the copies are under way until it does
+            answer.add(next(call))
+            frozen.enter_context(cluster.frozen(writer))
+        answer.read(call)
+        assert answer.ledger.attempts == 2
+        assert load_of(cluster.status(), "decode-0").pages_quarantined == LONG // 16, "what is frozen may still write"
+        frozen.close()
+        status = cluster.wait_for(is_idle, 20)
     assert_right(load_oracle(model), asked, answer.tokens[0], 30)
     assert load_of(status, "decode-0").num_digest_mismatches == 0
 
