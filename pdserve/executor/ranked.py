@@ -72,7 +72,8 @@ class Followers:
                 watched = index, child[0]
                 threading.Thread(target=self._watch, args=watched, name=f"rank-{index}", daemon=True).start()
                 model = (str(form.checkpoint.path), form.weights_hash)
-                setup = Setup(config.model_dump_json(), *model, index, size, slots, memory, num_pages, has_library)
+                settings = config.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
+                setup = Setup(settings, *model, index, size, slots, memory, num_pages, has_library)
                 child[1].send(setup)
         except BaseException:
             self.close()

@@ -195,7 +195,7 @@ class Guesses:
     verified: int
     right: int
     tokens_a_step: float  # of a sequence, in steps that verified some
-    right_by_place: dict[str, float]  # share of all steps that verified some
+    right_by_place: tuple[float, ...]  # share of the steps that verified some
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +275,7 @@ def _guesses(outcomes: Iterable[Outcome]) -> dict[str, Guesses]:
             verified=counted.num_draft_tokens,
             right=counted.num_accepted_tokens,
             tokens_a_step=1 + counted.num_accepted_tokens / counted.num_drafts,
-            right_by_place={
-                str(place): count / counted.num_drafts
-                for place, count in enumerate(counted.num_accepted_tokens_per_pos)
-            },
+            right_by_place=tuple([count / counted.num_drafts for count in counted.num_accepted_tokens_per_pos]),
         )
         for source, counted in sorted(total.items())
     }

@@ -58,7 +58,7 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["ngram", "suffix", "suffix, two ranks", "draft_model", "eagle3", "mtp"])
 def method(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -96,7 +96,9 @@ def cluster(method: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     elif method == "eagle3":
         head = tmp_path_factory.mktemp("head")
         own = {"model": str(write_head_that_looks_back(head, model, load_file(model / WEIGHTS)))}
-    guessing = ("--speculative-config", json.dumps({"method": method, **own}))
+    name, *ranks = method.split(", ")
+    sizes = ("--decode-tp", "2") if ranks else ()
+    guessing = ("--speculative-config", json.dumps({"method": name, **own}), *sizes)
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *guessing) as running:
         yield running
         running.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)

@@ -104,8 +104,8 @@ def test_guesses_are_added_up_by_source_and_place() -> None:
     some.drafts = {"ngram": Acceptance(3, 12, [2, 1])}
     others.drafts = {"ngram": Acceptance(1, 4, [1, 1, 1]), "suffix": Acceptance(1, 2, [])}
     assert summarize("w", [some, others, outcome(0.0, (1.0,))], ANY).guesses == {
-        "ngram": Guesses(16, 6, 2.5, {"0": 0.75, "1": 0.5, "2": 0.25}),
-        "suffix": Guesses(2, 0, 1.0, {}),
+        "ngram": Guesses(16, 6, 2.5, (0.75, 0.5, 0.25)),
+        "suffix": Guesses(2, 0, 1.0, ()),
     }
 
 

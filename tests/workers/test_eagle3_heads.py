@@ -197,7 +197,7 @@ def test_a_family_that_no_head_was_tested_with_is_refused(tmp_path: Path, family
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: eagle3 is not served"),
         ({"device": "cuda"}, "speculative_config: device cuda"),
-        ({"tensor_parallel_size": 2}, "speculative_config: a worker of several ranks"),
+        ({"tensor_parallel_size": 2}, "speculative_config.method: eagle3 is not served beside several ranks"),
     ],
 )
 def test_settings_that_no_head_was_tested_with_are_refused(
