@@ -323,18 +323,10 @@ class WorkerConfig(ServingConfig):
         guessed, kv_dtype = self.speculative_config, self.kv_cache_dtype
         problem = self.degrees.problem(self.device, kv_dtype)
         beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": guessed}
+        if guessed is not None:
+            problem = problem or guessed.problem(self.device, self.degrees, kv_dtype)
         if problem := problem or rank_memory_problem(self.rank_memory, beside):
             raise ValueError(problem)
-        if guessed is not None and self.device not in ("auto", "cpu"):
-            raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
-        if guessed is not None and self.degrees.pipeline > 1:
-            raise ValueError("speculative_config: pipeline stages verify no guesses yet")
-        if guessed is not None and self.degrees.tensor > 1 and not guessed.looks_up:
-            raise ValueError(f"speculative_config.method: {guessed.method} is not served beside several ranks yet")
-        if guessed is not None and not guessed.looks_up and kv_dtype != "auto":
-            raise ValueError(
-                f"speculative_config.method: {guessed.method} is not served with kv_cache_dtype {kv_dtype}"
-            )
         return self
 
     @model_validator(mode="before")

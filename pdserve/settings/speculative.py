@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from pdserve.base.yaml_models import FieldError, parsed_json
 from pdserve.protocol.drafts import MAX_DRAFT_TOKENS
+from pdserve.settings.degrees import Degrees
 
 _PREFIXES = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}  # of keys, and whose they are
 
@@ -51,6 +52,18 @@ class SpeculativeConfig(BaseModel):
     def looks_up(self) -> bool:
         """Whether guesses are looked up in tokens; else a model makes them."""
         return self.method in _PREFIXES.values()
+
+    def problem(self, device: str, degrees: Degrees, kv_cache_dtype: str) -> str | None:
+        """Return why workers like this do not guess so, or None."""
+        if device not in ("auto", "cpu"):
+            return f"speculative_config: device {device} verifies no guesses yet"
+        if degrees.pipeline > 1:
+            return "speculative_config: pipeline stages verify no guesses yet"
+        if degrees.tensor > 1 and not self.looks_up:
+            return f"speculative_config.method: {self.method} is not served beside several ranks yet"
+        if kv_cache_dtype != "auto" and not self.looks_up:
+            return f"speculative_config.method: {self.method} is not served with kv_cache_dtype {kv_cache_dtype}"
+        return None
 
     @model_validator(mode="after")
     def _has_keys_of_its_method(self) -> Self:
