@@ -32,6 +32,23 @@ CONFIG = {
     "head_dim": 64,
     "eos_token_id": 5,
 }
+LATENTS = {  # of heads that share a row, in a layer without experts and one with them
+    **CONFIG,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 16,
+    "head_dim": 16,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 64,
+}
 SAMPLED = {
     "greedy": SamplingParams(temperature=0.0),
     "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05),
@@ -77,12 +94,17 @@ def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
     yield "scored", (StepPlan((scored,)),)
 
 
-def main() -> None:
-    config = ModelConfig.from_hf(CONFIG)
+def runner_of(config: ModelConfig) -> CudaRunner:
     with mock.patch.object(loading, "ops_for", return_value=CudaOps()):
         model = loading.load_model(config, loading.dummy_weights(config), torch.bfloat16, device=DEVICE)
-    runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
-    for name, plans in steps():
+    return CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
+
+
+def main() -> None:
+    plain, latents = (runner_of(ModelConfig.from_hf(each)) for each in (CONFIG, LATENTS))
+    found = [(name, plain, plans) for name, plans in steps()]
+    found += [(f"{name}, latents", latents, plans) for name, plans in steps() if name in ("warm-up 0", "greedy")]
+    for name, runner, plans in found:
         with recorded_device() as seen:
             for plan in plans:
                 runner.start(plan)

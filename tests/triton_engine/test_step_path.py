@@ -25,6 +25,7 @@ def steps() -> dict[str, dict[str, Any]]:
 
 def test_no_step_gives_the_device_what_lies_on_the_host_or_waits_for_it(steps: dict[str, dict[str, Any]]) -> None:
     assert len(steps) > 15
+    assert "greedy, latents" in steps
     assert {name: step["mixed"] for name, step in steps.items() if step["mixed"]} == {}
     assert {name: step["waits"] for name, step in steps.items() if step["waits"]} == {}
 
