@@ -17,6 +17,16 @@ from pdserve.settings.config import WorkerConfig
 from pdserve.settings.processor import allocator_problem
 from pdserve.worker.boot import build_engine, open_model
 
+LATENTS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+
 
 def config_of(**settings: object) -> WorkerConfig:
     given = {
@@ -97,6 +107,8 @@ def test_a_machine_without_a_driver_knows_no_version(monkeypatch: pytest.MonkeyP
         ({"head_dim": 512}, 16, "head_dim must be a multiple of 16 up to 256, got 512"),
         ({}, 48, "page_size must be one of"),
         ({"num_attention_heads": 512}, 16, "num_heads must be 1 to 128 times num_kv_heads, got 512"),
+        ({**LATENTS, "kv_lora_rank": 520}, 16, "value_dim must be a multiple of 8 up to 512, got 520"),
+        ({**LATENTS, "qk_rope_head_dim": 80, "head_dim": 80}, 16, "head_dim must be 1 to 64 more than value_dim 48"),
     ],
 )
 def test_shapes_without_a_kernel_are_refused_before_a_weight_is_read(
