@@ -78,8 +78,6 @@ class KvLayout:
     head_dim: int
     page_size: int  # token slots in a page
     dtype: str  # a key of DTYPE_BYTES
-    tp_size: int = 1
-    tp_rank: int = 0
     page_digest: PageDigest = "xxh3"
     others: tuple[KvGroup, ...] = ()  # groups of layers after the first
     kv_parts: int = 2  # K and V; 1: one latent row for both

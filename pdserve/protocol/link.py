@@ -67,7 +67,7 @@ def layout_from_proto(message: link.KvLayout) -> KvLayout:
         raise ProtocolError(f"layout.dtype: {layout.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
     if layout.page_digest not in PAGE_DIGESTS:
         raise ProtocolError(f"layout.page_digest: {layout.page_digest!r} is none of {', '.join(PAGE_DIGESTS)}")
-    for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "tp_size"):
+    for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
         if getattr(layout, name) < 1:
             raise ProtocolError(f"layout.{name}: must be at least 1")
     if not {layout.kv_parts, *[group.kv_parts for group in others]} <= KV_PARTS:

@@ -548,8 +548,6 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    TP_SIZE_FIELD_NUMBER: _builtins.int
-    TP_RANK_FIELD_NUMBER: _builtins.int
     PAGE_DIGEST_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
     KV_PARTS_FIELD_NUMBER: _builtins.int
@@ -558,7 +556,7 @@ class KvLayout(_message.Message):
     num_layers: _builtins.int
     """Layers."""
     num_kv_heads: _builtins.int
-    """KV heads (of this rank)."""
+    """KV heads."""
     head_dim: _builtins.int
     """Width of a head."""
     page_size: _builtins.int
@@ -567,12 +565,8 @@ class KvLayout(_message.Message):
     """Of rows of K and V: "bfloat16", "float16" or "float32"; "fp8_e4m3" or "int8": a byte a value, and behind each row of
     head_dim bytes its scale, a float32.
     """
-    tp_size: _builtins.int
-    """Tensor-parallel degree."""
-    tp_rank: _builtins.int
-    """This worker's rank."""
     page_digest: _builtins.str
-    """How a page's digest is taken: "xxh3" or "splitmix64"."""
+    """How a page's digest is taken: "xxh3", "xxh3_runs" or "splitmix64"."""
     kv_parts: _builtins.int
     """Rows that a token has for each head: 2 (K and V), or 1, a latent row of which both are made."""
     @_builtins.property
@@ -588,15 +582,13 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         page_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
-        tp_size: _builtins.int = ...,
-        tp_rank: _builtins.int = ...,
         page_digest: _builtins.str = ...,
         others: _abc.Iterable[Global___KvGroup] | None = ...,
         kv_parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kv_parts", b"kv_parts", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "others", b"others", "page_digest", b"page_digest", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kv_parts", b"kv_parts", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "others", b"others", "page_digest", b"page_digest", "page_size", b"page_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,7 +613,7 @@ class KvGroup(_message.Message):
     num_layers: _builtins.int
     """Layers."""
     num_kv_heads: _builtins.int
-    """KV heads (of this rank)."""
+    """KV heads."""
     head_dim: _builtins.int
     """Width of a head."""
     page_size: _builtins.int
