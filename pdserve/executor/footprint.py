@@ -170,4 +170,7 @@ def _drafts(path: Path, choices: Choices, checkpoint: Checkpoint) -> tuple[Draft
 
 
 def _free_bytes(device: Device) -> int:
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    """Return what is free on a device; 0 if it is not here."""
+    if device != "cuda":
+        return available_bytes()
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

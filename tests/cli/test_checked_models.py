@@ -101,12 +101,9 @@ def test_weights_take_the_bytes_that_they_are_said_to_take(folder: Path, quantiz
         ("fp8 of blocks", "bfloat16"),
     ],
 )
-def test_codes_take_the_bytes_in_which_each_device_holds_them(
-    case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_take_the_bytes_in_which_each_device_holds_them(case: str, dtype: str, tmp_path: Path) -> None:
     published(case, write_model("llama3", tmp_path / "plain", intermediate_size=256), tmp_path / "coded")
     checkpoint, cpu = open_checkpoint(tmp_path / "coded"), torch.device("cpu")
-    monkeypatch.setattr(footprint, "_free_bytes", lambda _: 2**30)
     asked = "auto" if dtype == "bfloat16" else checkpoint.coded_as
     for device, ops in (("cpu", ops_for(cpu, 16)), ("cuda", CudaOps())):
         fit = footprint_of(tmp_path / "coded", Choices(device=device, dtype=dtype, quantization=asked, page_size=64))  # type: ignore[arg-type]
@@ -154,6 +151,13 @@ def test_a_served_model_is_told_in_lines(folder: Path, pdserve: Command) -> None
     assert lines["family"] == "MistralForCausalLM: served"
     assert lines["KV"] == "3 layers of 2 heads of 16; a query sees the last 96 tokens"
     assert lines["chat"] == "not served: the model has no chat template"
+
+
+def test_a_model_is_counted_for_a_gpu_where_there_is_none(folder: Path, pdserve: Command) -> None:
+    said = pdserve("models", "check", str(folder), "--device", "cuda", "--dtype", "bfloat16")
+    assert said.returncode == 0
+    if not torch.cuda.is_available():
+        assert "this cuda     there is none here" in said.stdout
 
 
 def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_head(
