@@ -221,7 +221,8 @@ class Scheduler:
             if tokens and sequence.ends_with_prompt:
                 outcomes += self._end_prompt(sequence, tokens)
             elif tokens:
-                outcomes.append(self._append(sequence, chunk, tokens[0], result.drafts.get(place, ())))
+                drafts = result.drafts.get(place, ())
+                outcomes.append(self._append(sequence, result.computed(place, chunk), tokens[0], drafts))
         self.prompt_room.refill()
         return tuple(outcomes)
 
@@ -319,7 +320,7 @@ class Scheduler:
         """Give a sequence its next tokens, and guesses of those that follow."""
         position, limits = sequence.num_output_tokens, self.limits
         kept, finish = sequence.gain(tokens, limits.eos_token_ids, limits.max_model_len)
-        verified = self.speculation.verified(sequence, chunk, len(kept))
+        verified = self.speculation.verified(sequence, chunk, min(len(kept), len(tokens) - 1))
         if len(tokens) > 1:  # pages that end within them could not be hashed before
             self.publish(sequence)
         if finish is None:

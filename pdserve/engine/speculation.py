@@ -70,7 +70,7 @@ class Speculation:
             self._answers.index_one()
         untried: dict[int, Trials] = {}
         for sequence, chunk, tokens in zip(sequences, plan.chunks, result.tokens, strict=True):
-            if chunk.num_drafts and tokens:
+            if chunk.num_drafts and tokens:  # also those that made it fail: they bring nothing, so fewer are tried
                 num_right = len(tokens[0]) - 1
                 for trials in self._trials(sequence):
                     trials.note(num_right, ended_wrong=num_right < chunk.num_drafts)
@@ -113,13 +113,13 @@ class Speculation:
             if other.guesses:
                 guessing.num_matched, sequence.drafts = -other.num_matched, other.guesses
 
-    def verified(self, sequence: Sequence, chunk: Chunk, num_kept: int) -> Verified | None:
-        """Return how a chunk's guesses turned out, of whose tokens so many are kept; None: it had none."""
+    def verified(self, sequence: Sequence, chunk: Chunk, num_accepted: int) -> Verified | None:
+        """Return how a chunk's guesses turned out, so many of which are the sequence's tokens; None: it had none."""
         if not chunk.num_drafts or self.source is None:
             return None
         is_own = self.source is DraftSource.SUFFIX and sequence.guessing.num_matched >= 0
         source = DraftSource.NGRAM if is_own else self.source
-        return Verified(source, chunk.num_drafts, min(num_kept, chunk.num_drafts + 1) - 1)
+        return Verified(source, chunk.num_drafts, num_accepted)
 
     def remember(self, sequence: Sequence) -> None:
         """Take in a sequence that is not computed any more: others may go on as its answer did."""

@@ -138,6 +138,10 @@ class Chunk:
         samples = tuple([spec.after(token_id) for spec in self.samples])
         return replace(self, token_ids=(token_id,), samples=samples, previous=None)
 
+    def without_guesses(self) -> "Chunk":
+        """Return the chunk up to its last known token."""
+        return replace(self, token_ids=self.token_ids[: len(self.token_ids) - self.num_drafts], num_drafts=0)
+
 
 @value
 class StepPlan:
@@ -160,7 +164,8 @@ class StepResult:
     mean nothing. `drafts`: guesses of what follows the tokens of a chunk; none for a chunk whose draft was computed in
     part. `expert_ratios`: see `engine.expert_balance`. `pooled`: of a chunk with pooling, float32: the vector, or for a
     mean the sum over the chunk. `draft_s`, `take_in_s`: how much of `elapsed_s` a draft model or head guessed, and took
-    in what was computed. `num_draft_failures`: how often one of these failed.
+    in what was computed. `num_draft_failures`: how often one of these failed. `unverified`: chunks that failed with
+    their guesses, and were computed without them.
     """
 
     tokens: tuple[tuple[Tokens, ...], ...]
@@ -174,6 +179,11 @@ class StepResult:
     draft_s: float = 0.0
     take_in_s: float = 0.0
     num_draft_failures: int = 0
+    unverified: frozenset[int] = frozenset()
+
+    def computed(self, place: int, chunk: Chunk) -> Chunk:
+        """Return what was computed of the chunk at a place of the plan."""
+        return chunk.without_guesses() if place in self.unverified else chunk
 
 
 def joined(parts: Seq[tuple[Seq[int], StepResult]], num_chunks: int) -> StepResult:
@@ -205,7 +215,8 @@ def joined(parts: Seq[tuple[Seq[int], StepResult]], num_chunks: int) -> StepResu
 def work_of(plan: StepPlan, result: StepResult | None = None) -> Step:
     """Return what a step computes, and what it brought."""
     decode_rows = prefill_tokens = prefill_work = kv_tokens = guesses = kept = 0
-    for place, chunk in enumerate(plan.chunks):
+    for place, planned in enumerate(plan.chunks):
+        chunk = planned if result is None else result.computed(place, planned)
         count = len(chunk.token_ids)
         if chunk.phase is Phase.PROMPT:
             prefill_tokens += count

@@ -47,11 +47,6 @@ def _rows(chunk: Chunk) -> list[Chunk]:
     ]
 
 
-def without_guesses(chunk: Chunk) -> Chunk:
-    """Return the chunk up to its last known token."""
-    return replace(chunk, token_ids=chunk.token_ids[: -chunk.num_drafts], num_drafts=0)
-
-
 def behind(spec: SampleSpec, guesses: Seq[int]) -> SampleSpec:
     """Return what to sample once these guesses have turned out right."""
     if not guesses:

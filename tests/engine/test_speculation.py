@@ -89,10 +89,10 @@ def test_guesses_are_told_by_where_they_came_from_as_far_as_they_are_in_the_answ
 ) -> None:
     sequence, chunk = sequence_of([1, 2, 3]), Chunk((0,) * 6, 0, (), (), Phase.DECODE, num_drafts=5)
     sequence.guessing.num_matched = num_matched
-    assert [made.verified(sequence, chunk, num_kept) for num_kept in (1, 3, 6)] == [
+    assert [made.verified(sequence, chunk, num_right) for num_right in (0, 2, 5)] == [
         Verified(DraftSource(source), 5, num_right) for num_right in (0, 2, 5)
     ]
-    assert made.verified(sequence, replace(chunk, num_drafts=0), 1) is None
+    assert made.verified(sequence, replace(chunk, num_drafts=0), 0) is None
 
 
 def test_a_long_prompt_is_indexed_between_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from small_models import small_config, small_model
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
+from pdserve.protocol.drafts import DraftSource, Verified
 from pdserve.protocol.sampling import SamplingParams
 
 ALWAYS = ("mostly_right", "ngram")
@@ -83,9 +84,25 @@ def test_a_chunk_that_fails_by_its_guesses_alone_is_computed_without_them(model:
     known = ids(plain.run().answers)
     bench = Bench(model, drafter="right", known=known, breaks_guesses=True)
     bench.add(0, REPEATED, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    bench.scheduler.speculation.source = DraftSource.MTP
     assert ids(bench.run().answers) == known
     assert bench.counts["guesses"] > 0
     assert not bench.broken
+    assert bench.verified == []
+    assert (bench.counts["guesses of work"], bench.counts["rows of work"]) == (0, 19)
+
+
+def test_a_right_guess_that_ends_the_answer_is_counted_and_those_behind_it_are_not(model: Model) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    plain = Bench(model)
+    plain.add(0, REPEATED, params)
+    known = ids(plain.run().answers)
+    last = 3  # the first two tokens are sampled without guesses
+    bench = Bench(model, drafter="right", known=known)
+    bench.scheduler.speculation.source = DraftSource.MTP
+    bench.add(0, REPEATED, replace(params, stop_token_ids=(known[0, 0][last],)))
+    assert ids(bench.run().answers) == {(0, 0): known[0, 0][: last + 1]}
+    assert bench.verified == [Verified(DraftSource.MTP, MOST, last - 1)]
 
 
 def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:

@@ -18,12 +18,12 @@ from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
-from pdserve.engine.step import Matcher, StepPlan, StepResult
+from pdserve.engine.step import Matcher, StepPlan, StepResult, work_of
 from pdserve.engine.verification import Run, verifying
 from pdserve.executor.failing import Isolating
 from pdserve.model.family import Model
 from pdserve.model.guessing_head import Head
-from pdserve.protocol.drafts import DraftSource
+from pdserve.protocol.drafts import DraftSource, Verified
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
@@ -78,6 +78,7 @@ class Bench:
     ends: dict[Name, Finish] = field(default_factory=dict)
     broken: dict[int, Broken] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    verified: list[Verified] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         runner = self.runner = Runner(self.model, self.num_pages, PAGE_SIZE, (END,))
@@ -154,12 +155,15 @@ class Bench:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         self.counts["steps"] += 1
+        self.counts["guesses of work"] += work_of(plan, result).guesses
+        self.counts["rows of work"] += work_of(plan, result).sequences
         for place, guesses in result.drafts.items():
             sequence, sampled = self.scheduler.steps[0].sequences[place], result.tokens[place][0]
             self.drafted.append((sequence, [*sequence.tokens, *[token.token_id for token in sampled]], guesses))
         for outcome in self.scheduler.commit(plan, result):
             number = outcome.sequence.order
             if isinstance(outcome, Sampled):
+                self.verified += (outcome.verified,) if outcome.verified is not None else ()
                 self.answers.setdefault((number, outcome.index), []).extend(outcome.tokens)
                 if outcome.finish is not None:
                     self.ends[number, outcome.index] = outcome.finish
