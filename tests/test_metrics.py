@@ -101,6 +101,19 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert (ratios.count, ratios.total) == (3, 6.25)
 
 
+@pytest.mark.parametrize("source", [DraftSource.SUFFIX, DraftSource.MTP])
+def test_counters_of_the_method_that_guesses_are_there_from_the_start_and_stay(source: DraftSource) -> None:
+    steps = Steps()
+
+    def shown() -> dict[str, float | Distribution]:
+        counts = [sample for sample in steps.samples("m", source) if sample.metric is metrics.DRAFTS]
+        return {sample.labels[1]: sample.amount for sample in counts}
+
+    assert shown() == {source: 0}
+    steps.note_verified([Verified(DraftSource.NGRAM, 4, 1)])
+    assert shown() == {source: 0, "ngram": 1}
+
+
 def one() -> Iterator[Sample]:
     yield Sample(metrics.HELD, 1)
 

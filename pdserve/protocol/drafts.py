@@ -40,6 +40,16 @@ class Acceptance:
     def num_accepted_tokens(self) -> int:
         return sum(self.num_accepted_tokens_per_pos)
 
+    def note(self, verified: Verified) -> None:
+        """Count the guesses of a step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += verified.num_draft_tokens
+        by_place = self.num_accepted_tokens_per_pos
+        for place in range(verified.num_accepted_tokens):
+            if place == len(by_place):
+                by_place.append(0)
+            by_place[place] += 1
+
     def add(self, other: "Acceptance") -> None:
         """Count what another one has counted."""
         self.num_drafts += other.num_drafts
@@ -58,7 +68,10 @@ BySource = dict[str, Acceptance]
 def count(counted: BySource, verified: Iterable[Verified]) -> None:
     """Count the guesses of steps."""
     for each in verified:
-        add(counted, {each.source.value: Acceptance(1, each.num_draft_tokens, [1] * each.num_accepted_tokens)})
+        source = each.source.value
+        if source not in counted:
+            counted[source] = Acceptance()
+        counted[source].note(each)
 
 
 def add(counted: BySource, others: BySource) -> None:

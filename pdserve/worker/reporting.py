@@ -89,7 +89,7 @@ class Steps:
         yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
         yield Sample(metrics.EXPERT_RATIO, self._expert_ratios, label)
         if source is not None:
-            yield from draft_samples(self._drafts or {source: Acceptance()}, model)
+            yield from draft_samples({source: Acceptance(), **self._drafts}, model)
             yield Sample(metrics.DRAFT_SECONDS, self._draft_s, (model, source, "guess"))
             yield Sample(metrics.DRAFT_SECONDS, self._take_in_s, (model, source, "take_in"))
             yield Sample(metrics.DRAFT_FAILURES, self._num_draft_failures, (model, source))

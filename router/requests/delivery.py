@@ -83,7 +83,7 @@ class Delivery:
         if worker is placement.decode:
             placement.committed = True
         if delta.drafts and not num_known:
-            count(request.ledger.drafts, map(_verified, delta.drafts))
+            count(request.ledger.drafts, [_verified(told) for told in delta.drafts])  # all of them, or none
         if self._accept(request, sequence, delta, num_known, now_s):
             return
         if placement.prefill is None:
@@ -249,7 +249,7 @@ def _set_aside(request: Request, placement: Placement, worker: WorkerView, delta
 
 def _verified(told: VerifiedDraft) -> Verified:
     source, num_accepted = SOURCES.get(told.source), told.num_accepted_tokens
-    if source is None or not num_accepted <= told.num_draft_tokens <= MAX_DRAFT_TOKENS:
+    if source is None or not max(1, num_accepted) <= told.num_draft_tokens <= MAX_DRAFT_TOKENS:
         counts = f"{num_accepted} of {told.num_draft_tokens} guesses of source {told.source}"
         raise ProtocolError(
             f"drafts: {counts}; at most {MAX_DRAFT_TOKENS} are verified, of sources 1 to {len(SOURCES)}"

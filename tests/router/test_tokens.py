@@ -63,11 +63,12 @@ def test_the_ledger_has_the_guesses_of_tokens_that_are_news_by_source_and_place(
     assert Live(d.core, admin.ClusterStatus, 0.0).state(d.now_s, 0.0)["drafts"]["ngram"]["num_draft_tokens"] == 9
 
 
-@pytest.mark.parametrize("told", [(0, 3, 1), (6, 3, 1), (1, 3, 4), (1, 16, 0)])
+@pytest.mark.parametrize("told", [(0, 3, 1), (6, 3, 1), (1, 3, 4), (1, 16, 0), (1, 0, 0)])
 def test_guesses_that_cannot_be_end_the_attempt(told: tuple[int, int, int]) -> None:
     d, prefill, decode, request = placed_request()
     d.tokens(prefill, request, 0, 10)
-    d.post(StepReported(decode, [Delta(request, 0, 0, 1, (11,), drafts=(of_guesses(*told),))]))
+    d.post(StepReported(decode, [Delta(request, 0, 0, 1, (11,), drafts=(of_guesses(1, 4, 1), of_guesses(*told)))]))
+    assert d.core.placements.requests[request].ledger.drafts == {}
     assert {cancel.link for cancel in d.cancels()} == {prefill, decode}
     assert d.delivered[request, 0] == [10]
 
