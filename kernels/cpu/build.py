@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,14 +136,18 @@ def _compile(sources: list[Path], compiler: str, path: Path) -> Path | Missing:
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     units = [str(source) for source in sources if source.suffix == ".c"]
     command = [compiler, *FLAGS, *units, *_libraries(), "-o", str(scratch)]
+    compiling = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_LIMIT_S)
+        _, said = compiling.communicate(timeout=COMPILE_LIMIT_S)
+        if compiling.returncode:
+            return Missing(Reason.COMPILING, said.strip()[:SHOWN_CHARACTERS])
         scratch.replace(path)
-    except subprocess.CalledProcessError as error:
-        return Missing(Reason.COMPILING, error.stderr.strip()[:SHOWN_CHARACTERS])
-    except subprocess.TimeoutExpired as error:
-        return Missing(Reason.COMPILING, str(error))
+    except subprocess.TimeoutExpired:
+        return Missing(Reason.COMPILING, f"it took longer than {COMPILE_LIMIT_S:g} s")
     finally:
+        if compiling.poll() is None:
+            os.killpg(compiling.pid, signal.SIGKILL)  # with the processes that the compiler has started
+            compiling.communicate()
         scratch.unlink(missing_ok=True)
     for old in sorted(path.parent.glob("*.so"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
         old.unlink(missing_ok=True)

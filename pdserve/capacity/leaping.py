@@ -109,7 +109,8 @@ class LeapingScheduler(Scheduler):
     def _num_left(self, sequence: Sequence) -> int:
         """Return how many tokens of an answer are to come."""
         job = sequence.job
-        return self._output_length(job.request_id) - len(sequence.tokens) + job.num_prompt_tokens
+        length = min(job.num_prompt_tokens + self._output_length(job.request_id), self.limits.max_model_len)
+        return length - len(sequence.tokens)
 
     def _has_pages(self, num_steps: int) -> bool:
         """Return whether there are pages for that many steps of all that runs."""

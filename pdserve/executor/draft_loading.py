@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, in_form, naming, weights_in_form
+from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, naming, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter, ModelDrafter
@@ -105,7 +105,7 @@ def draft_bytes(drafts: Drafts, quantization: ChosenQuantization, dtype: str) ->
     if drafts is None:
         return 0, 0
     if not isinstance(drafts, Form):
-        return weight_bytes(in_form(drafts.weights, quantization), dtype, "cpu"), 0
+        return weight_bytes(drafts.held(quantization), dtype, "cpu"), 0
     shape = drafts.checkpoint.config
     weights = needed_weights(shape, weights_in_form(drafts.checkpoint, drafts.quantization))
     row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[drafts.dtype].itemsize

@@ -86,18 +86,19 @@ def _products(config: WorkerConfig, quantization: ChosenQuantization) -> str:
 
 
 def check_inputs(config: WorkerConfig, model: Model) -> None:
-    """Log how many matrices take inputs of 8 bits where these are asked for; ConfigError if none does."""
+    """Log how many matrices of layers take inputs of 8 bits where these are asked for; ConfigError if none does."""
     if config.quantized_inputs != 8:
         return
     matrices = {id(each): each for each in model.matrices()}
-    if model.embedding is not model.lm_head:
-        matrices.pop(id(model.embedding), None)  # its rows are looked up
+    for each in (model.embedding, model.lm_head):  # the head may be the one that is rounded
+        matrices.pop(id(each), None)
     count = sum(map(rounds_inputs, matrices.values()))
     if count == 0:
+        why = f" ({missing})" if config.device in ("auto", "cpu") and isinstance(missing := library(), Missing) else ""
         raise ConfigError(
-            "quantized_inputs: 8: no product of these weights rounds its inputs on this device; 16 is served"
+            f"quantized_inputs: 8: no product of these weights rounds its inputs on this device{why}; 16 is served"
         )
-    logger.info("inputs of %d of %d matrices are rounded to 8 bits", count, len(matrices))
+    logger.info("inputs of %d of %d matrices of layers are rounded to 8 bits", count, len(matrices))
 
 
 def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:

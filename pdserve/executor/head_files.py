@@ -46,10 +46,13 @@ class HeadFiles:
     fingerprint: str  # of config and weights
     source: DraftSource = DraftSource.EAGLE3
 
+    def held(self, quantization: ChosenQuantization) -> Weights:
+        """Return the weights as they are loaded: in 8 bits where the model's file has codes."""
+        return in_form(self.weights, quantization if quantization in ("none", *BITS) else "int8")
+
     def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> Eagle3Head:
-        """Load the head in a model's dtype. quantization: the model's; where its file has codes, 8 bits are taken."""
-        own: ChosenQuantization = quantization if quantization in ("none", *BITS) else "int8"
-        tensors = Tensors(in_form(self.weights, own), model.dtype, model.device)
+        """Load the head in a model's dtype. quantization: the model's."""
+        tensors = Tensors(self.held(quantization), model.dtype, model.device)
         embedding = None if f"{EMBEDDING}.weight" in self.weights else model.embedding
         return Eagle3Head.build(self.config, tensors, ops_for(model.device, input_bits), self.token_ids, embedding)
 
@@ -63,10 +66,14 @@ class MtpFiles:
     fingerprint: str = "mtp"  # beside that of the model
     source: DraftSource = DraftSource.MTP
 
+    def held(self, quantization: ChosenQuantization) -> Weights:
+        """Return the weights as they are loaded, which is as the model is."""
+        weights = weights_in_form(self.checkpoint, quantization)
+        return {name: weights[name] for name in self.weights}
+
     def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> MtpHead:
         """Load the module as its model was loaded."""
-        weights = weights_in_form(self.checkpoint, quantization)
-        tensors = Tensors({name: weights[name] for name in self.weights}, model.dtype, model.device)
+        tensors = Tensors(self.held(quantization), model.dtype, model.device)
         ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts)
         assert model.embedding is not None, "pipeline stages guess nothing"
         assert model.lm_head is not None, "as well"

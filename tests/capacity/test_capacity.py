@@ -42,6 +42,16 @@ def test_leaps_give_the_times_of_single_steps(shape: Shape, profile: Profile, mo
         assert one[2:] == other[2:]
 
 
+@pytest.mark.parametrize("shape", [Shape(0, 1), Shape(1, 1)], ids=str)
+def test_an_answer_ends_where_the_model_does_and_others_go_on(shape: Shape) -> None:
+    longest = PROFILE.configuration(1).kv_tokens
+    workload = Workload("long", (Arrival(0.0, longest - 100, 300), Arrival(1.0, 100, 10)))
+    run = simulate(PROFILE, shape, "round_robin", workload, OBJECTIVE)
+    lengths = [outcome.num_tokens for outcome in run.outcomes]
+    assert 0 < lengths[0] <= 100
+    assert lengths[1] == 10
+
+
 def test_windows_make_room_for_prompts_that_else_would_wait() -> None:
     """As many tokens have pages, but three of four layers need those of their windows alone."""
     workload = Workload("long", tuple(Arrival(i * 0.01, 3000, 600) for i in range(24)))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.kernels.cpu import build
@@ -83,6 +84,21 @@ def test_a_machine_without_a_compiler_has_a_reason(cache: Path, monkeypatch: pyt
 def test_a_compiler_that_fails_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, monkeypatch, status=1)
     assert reason(built()) is Reason.COMPILING
+    assert [path.name for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_what_it_has_started(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, child = tmp_path / "slowcc", tmp_path / "child"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 600 &\necho $! > {child}\nwait\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(build, "COMPILE_LIMIT_S", 3.0)
+    missing = built()
+    assert isinstance(missing, Missing)
+    assert (missing.reason, missing.detail) == (Reason.COMPILING, "it took longer than 3 s")
+    assert not psutil.pid_exists(int(child.read_text())) or psutil.Process(int(child.read_text())).status() == "zombie"
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 

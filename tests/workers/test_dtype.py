@@ -195,12 +195,13 @@ def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
 @pytest.mark.parametrize(
     ("case", "on_cpu", "on_gpu"),
     [
-        ("int8", "8 of 9", "8 of 9"),
-        ("words", "8 of 9", None),
-        ("gptq", "8 of 9", None),
-        pytest.param("gptq, 8 bits", "8 of 9", None, marks=pytest.mark.long),  # it has minimums
-        pytest.param("awq", "8 of 9", None, marks=pytest.mark.long),
-        ("fp8 of outputs", None, "8 of 9"),
+        ("int8", "8 of 8", "8 of 8"),
+        ("words", "8 of 8", None),
+        ("gptq", "8 of 8", None),
+        pytest.param("gptq, 8 bits", "8 of 8", None, marks=pytest.mark.long),  # it has minimums
+        pytest.param("awq", "8 of 8", None, marks=pytest.mark.long),
+        ("fp8 of outputs", None, "8 of 8"),
+        ("int4", "8 of 8", None),  # whose head has 8 bits
         (None, None, None),
     ],
 )
@@ -208,14 +209,15 @@ def test_inputs_of_8_bits_that_no_product_takes_are_refused_and_others_are_count
     case: str | None, on_cpu: str | None, on_gpu: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_model("llama3", tmp_path / "plain", num_hidden_layers=2)
-    if case is not None:
+    form_of = "int4" if case == "int4" else "auto"
+    if case is not None and form_of == "auto":
         published(case, folder, tmp_path / "coded")
         folder = tmp_path / "coded"
     checkpoint, cpu = open_directory(folder), torch.device("cpu")
     asked = worker(folder, dtype="bfloat16", quantized_inputs=8)
     caplog.set_level("INFO")
     for expected, device, ops in ((on_cpu, "cpu", ops_for(cpu, 8)), (on_gpu, "cuda", CudaOps(8))):
-        chosen = choose_quantization("auto", checkpoint, "bfloat16", device)
+        chosen = choose_quantization(form_of, checkpoint, "bfloat16", device)
         tensors = Tensors(weights_in_form(checkpoint, chosen), torch.bfloat16, cpu)
         model = Decoder.build(checkpoint.config, tensors, ops)
         caplog.clear()
@@ -224,7 +226,7 @@ def test_inputs_of_8_bits_that_no_product_takes_are_refused_and_others_are_count
                 form.check_inputs(asked, model)
         else:
             form.check_inputs(asked, model)
-            assert f"inputs of {expected} matrices are rounded to 8 bits" in caplog.text
+            assert f"inputs of {expected} matrices of layers are rounded to 8 bits" in caplog.text
     form.check_inputs(worker(folder, dtype="bfloat16"), model)
 
 
