@@ -170,7 +170,6 @@ class Channel:
         if ended.copy is not None:
             self.stalls.ended(ended.num_bytes, landed=error is None)
             if error is not None:
-                ended.copy.in_doubt = True
                 self._break(ended.copy, error)
             self.copies.slice_ended(ended.copy)
             return

@@ -35,7 +35,10 @@ class Transfer(Protocol):
     """A posted slice on its way."""
 
     def has_landed(self) -> bool:
-        """Look whether it has landed. After True, or a TransferLostError, it must not be asked again."""
+        """Look whether it has landed. After True, or a PostError, it has ended and must not be asked again.
+
+        Any other PostError than a TransferLostError: a part could not be posted, and nothing more will be written.
+        """
         ...
 
 

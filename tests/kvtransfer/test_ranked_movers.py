@@ -197,6 +197,14 @@ def test_a_slice_that_cannot_be_posted_on_the_second_way_is_watched_on_the_first
         Scripted({0: True, 1: None}, {1: PostError("full")}).posted()
 
 
+def test_a_slice_that_is_lost_on_the_first_way_is_in_doubt_though_the_second_could_not_be_posted() -> None:
+    ways = Scripted({0: TransferLostError("reset"), 1: None}, {1: PostError("full")})
+    transfer = ways.posted()
+    assert transfer is not None
+    with pytest.raises(TransferLostError, match="reset"):
+        transfer.has_landed()
+
+
 def test_a_peer_of_which_one_rank_cannot_be_reached_keeps_no_connection() -> None:
     ways = Scripted({0: None})
     with pytest.raises(PostError, match="it cannot be reached"):

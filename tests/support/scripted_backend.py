@@ -10,7 +10,7 @@ import numpy as np
 
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
-from pdserve.kvtransfer.backends.backend import Indices, PostError, Way
+from pdserve.kvtransfer.backends.backend import Indices, TransferLostError, Way
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
@@ -104,7 +104,7 @@ class ScriptedBackend:
             assert posted not in self.gone
             self.gone.append(posted)
         if posted.end != "landed":
-            raise PostError(posted.end)
+            raise TransferLostError(posted.end)
         return True
 
     def cut(self, peer: Peer) -> None:
