@@ -26,7 +26,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from sockets import listening
 from tls_cluster import TlsCluster
 
-from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.base.ids import PROTOCOL_VERSION, Incarnation, Peer, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.session import Hello, Introduction
 from pdserve.launch.folder import free_port
@@ -157,7 +157,7 @@ class Caller:
         """Make one call whose message is spoilt."""
         request = greedy([3, 4, 5], 2)
         state = self._cluster.state
-        register = link.AttachRequest(register=link.Register(worker_id="x", incarnation=5, protocol_version=9))
+        register = link.AttachRequest(register=link.Register(worker_id="x", incarnation=5, protocol_version=PROTOCOL_VERSION))
         moves = admin.MoveSequencesRequest(worker_id="decode-0", max_sequences=1)
         of_vllm = vllm.GenerateRequest(request_id="r", text="a", sampling_params=vllm.SamplingParams(max_tokens=2))
         text = open_inference.InferTensorContents(bytes_contents=[b"a"])

@@ -4,16 +4,24 @@ import pytest
 from capsules import capsule
 
 from pdserve.base.errors import ProtocolError
-from pdserve.base.ids import Attempt, AttemptKey, Generation, PageId, RequestId
+from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer import wire
-from pdserve.kvtransfer.session import Commit, Grant, Withdrawn
+from pdserve.kvtransfer.session import Commit, Grant, Hello, Introduction, Withdrawn
 from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.reports import Stage
 from pdserve.worker.messages import Progress, RouterRef
 from pdserve.worker.wire import step_report
 
 KEY = AttemptKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
 GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)
+
+
+LAYOUT = KvLayout("w", 4, 2, 64, 16, "bfloat16", others=(KvGroup("window", 16, 2, 64, 4, window=512),))
+BYTES_OF_HELLO = (
+    "0a480a01701007180a22340a01771004180220402810320862666c6f617431364a04787868"
+    "3352150a0677696e646f771010180220402804308004380258022a046e69786c380940e807"
+)
 
 
 def grant() -> handoff.HandoffServiceAttachResponse:
@@ -24,6 +32,12 @@ def test_a_grant_of_the_largest_numbers_comes_back_unchanged() -> None:
     key, event = wire.to_sender(grant())
     assert key == KEY
     assert event == GRANT
+
+
+def test_a_hello_has_the_bytes_that_peers_of_its_version_read() -> None:
+    hello = Hello(Introduction(Peer(WorkerId("p"), Incarnation(7)), LAYOUT), "nixl", Incarnation(9), 1.0)
+    found = wire.hello_to_proto(hello).SerializeToString(deterministic=True).hex()
+    assert found == BYTES_OF_HELLO, "give PROTOCOL_VERSION a new number, and then note the bytes here"
 
 
 @pytest.mark.parametrize(
