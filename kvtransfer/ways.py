@@ -37,7 +37,8 @@ def ways_to(description: bytes, region: Region, sent_bytes: int) -> tuple[Way, .
             raise ProtocolError(f"page_bytes: {there.page_bytes} of {share}, whose runs have {run_bytes} here")
     found = routes(region.share, [share for share, _ in parts], run_bytes)
     ways = tuple([Way(parts[number][1], route) for number, route in found])
-    most_pages = max(region.num_pages, parts[0][1].num_pages)
+    ends = [region.description(), *[there for _, there in parts]]
+    most_pages = max([end.num_pages + end.num_probe_pages for end in ends])
     if most_pages * max([rows.per_page for way in ways if way.route for rows in way.route.ends], default=1) >= MAX_ROWS:
         raise ProtocolError(f"num_pages: {most_pages} have more rows than can be named")
     return ways

@@ -101,10 +101,8 @@ class Backend(Protocol):
         ...
 
 
-def row_indices(pages: Indices, rows: Rows, num_pages: int) -> Indices:
-    """Return which rows of a region of so many pages a route names by its pages. Rows of probe memory follow them."""
-    if len(pages) and pages[0] >= num_pages:
-        return pages + np.int32(num_pages * (rows.per_page - 1))
+def row_indices(pages: Indices, rows: Rows) -> Indices:
+    """Return which rows a route names by pages. Probe memory has rows as pages have, and they follow those of pages."""
     firsts = pages * np.int32(rows.per_page) + np.int32(rows.first)
     indices: Indices = np.add.outer(firsts, np.arange(rows.count, dtype=np.int32)).reshape(-1)
     return indices

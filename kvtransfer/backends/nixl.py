@@ -90,7 +90,7 @@ class NixlBackend:
             raise PostError(_reason(error)) from error
         try:
             handles = self._prepare(peer, way.there, theirs), self.prepared(source, ours)
-            return _Connection(self, peer, *handles, way, source.num_pages)
+            return _Connection(self, peer, *handles, way)
         except _ERRORS as error:
             self.disconnect(peer)
             raise PostError(_reason(error)) from error
@@ -132,13 +132,11 @@ class _Connection:
     _pages: int  # handle of the list
     _source: int  # handle of the list of what is written
     _way: Way
-    _num_pages: int  # of the source
 
     def post(self, src: Indices, dst: Indices) -> "_Transfer | None":
         self._backend.inject_fault()
         if (route := self._way.route) is not None:
-            src = row_indices(src, route.source, self._num_pages)
-            dst = row_indices(dst, route.target, self._way.there.num_pages)
+            src, dst = row_indices(src, route.source), row_indices(dst, route.target)
         agent = self._backend.agent
         try:
             handle: int = agent.makeXferReq(nixl.NIXL_WRITE, self._source, src, self._pages, dst, "", [])
@@ -202,13 +200,13 @@ def start_agent(name: str, network: Network, *, gpu: bool, has_thread: bool = Tr
 def _memory_of(memory: Description, rows: Rows | None) -> tuple[nixl.nixl_mem_t, list[tuple[int, int, int, int, int]]]:
     """Return which kind of memory pages and probe memory are, and a strided run for each.
 
-    A run is (address, row bytes, GPU, bytes from row to row, rows). rows: of pages, and of probe memory as many bytes.
+    A run is (address, row bytes, GPU, bytes from row to row, rows). rows: of each page, also of probe memory.
     """
     segment, gpu = (nixl.DRAM_SEG, 0) if memory.gpu is None else (nixl.VRAM_SEG, memory.gpu)
     size = memory.page_bytes
     rows = rows or Rows(0, size, size, 1, 0, 1)
-    pages = (memory.address + rows.offset, rows.length, gpu, rows.stride, memory.num_pages * rows.per_page)
-    return segment, [pages, (memory.probe_address, rows.length * rows.count, gpu, size, memory.num_probe_pages)]
+    places = (memory.address, memory.num_pages), (memory.probe_address, memory.num_probe_pages)
+    return segment, [(start + rows.offset, rows.length, gpu, rows.stride, n * rows.per_page) for start, n in places]
 
 
 def _reason(error: Exception) -> str:

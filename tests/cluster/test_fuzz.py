@@ -157,7 +157,9 @@ class Caller:
         """Make one call whose message is spoilt."""
         request = greedy([3, 4, 5], 2)
         state = self._cluster.state
-        register = link.AttachRequest(register=link.Register(worker_id="x", incarnation=5, protocol_version=PROTOCOL_VERSION))
+        register = link.AttachRequest(
+            register=link.Register(worker_id="x", incarnation=5, protocol_version=PROTOCOL_VERSION)
+        )
         moves = admin.MoveSequencesRequest(worker_id="decode-0", max_sequences=1)
         of_vllm = vllm.GenerateRequest(request_id="r", text="a", sampling_params=vllm.SamplingParams(max_tokens=2))
         text = open_inference.InferTensorContents(bytes_contents=[b"a"])

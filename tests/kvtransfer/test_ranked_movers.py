@@ -40,6 +40,7 @@ DESCRIPTION = Description(0, 2, 64, 0, 1, b"")
 @dataclass
 class Worker:
     pages: Divided
+    regions: tuple[Region, ...]
     mover: RankedMover
     peer: Peer
     stopped: "queue.SimpleQueue[ReceiverMessage]"
@@ -60,9 +61,10 @@ class Making:
     def worker(self, name: str, divided: str, seed: int) -> Worker:
         content = Divided.of(random_pages(32, seed), WAYS_TO_DIVIDE[divided])
         peer, stopped = Peer(WorkerId(name), new_incarnation()), queue.SimpleQueue[ReceiverMessage]()
-        mover = RankedMover([self._backend(peer, region) for region in content.regions], stopped.put)
+        regions = content.regions
+        mover = RankedMover([self._backend(peer, region) for region in regions], stopped.put)
         self.stack.callback(mover.close)
-        return Worker(content, mover, peer, stopped)
+        return Worker(content, regions, mover, peer, stopped)
 
     def _backend(self, me: Peer, region: Region) -> Backend:
         if self.library == "loopback":
@@ -94,12 +96,17 @@ def test_pages_that_are_divided_one_way_arrive_divided_another_way(making: Makin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS[:4])
-def test_probes_of_divided_pages_write_to_no_page(making: Making, source: str, target: str) -> None:
+def test_probes_of_divided_pages_write_as_copies_do_and_to_no_page(making: Making, source: str, target: str) -> None:
     ours, theirs = making.worker("p", source, 1), making.worker("d", target, 2)
-    before = theirs.pages.whole()
+    before, written = theirs.pages.whole(), random_pages(1)
+    for region, part in zip(ours.regions, Divided.of(written, ours.pages.shares).parts, strict=True):
+        region.probe[0] = part[0]
     ours.mover.attach(theirs.peer, theirs.mover.describe())
     assert ours.mover.probe(theirs.peer).result(20).bytes_per_s > 0
     assert np.array_equal(theirs.pages.whole(), before)
+    found = Divided(theirs.pages.shares, tuple([region.probe[:1] for region in theirs.regions])).whole()
+    wanted = Divided.of(written, ours.pages.shares[:1]).whole()  # the first rank is measured
+    assert np.array_equal(found, wanted)
 
 
 def test_a_peer_that_lacks_a_rank_or_has_pages_of_another_size_is_refused() -> None:

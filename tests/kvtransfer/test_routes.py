@@ -110,7 +110,7 @@ def test_whatever_bytes_describe_ranks_they_are_read_or_refused(data: bytes, beg
 def test_a_peer_with_more_rows_than_can_be_named_is_refused() -> None:
     half, whole = Share((0, 128), (0, 1)), Share((0, 128), (0, 2))
     region = Region.of_rank(np.zeros((2, half.num_runs), np.uint8), half, whole)
-    there = Description(0, (1 << 31) // 256, whole.num_runs, 0, 2, b"")
+    there = Description(0, (1 << 31) // 256 - 2, whole.num_runs, 0, 2, b"")
     fewer = replace(there, num_pages=there.num_pages - 1)
     assert len(ways_to(encode_ranks([(whole, fewer)]), region, region.page_bytes)) == 1
     with pytest.raises(ProtocolError, match="num_pages: 8388608 have more rows"):

@@ -71,10 +71,11 @@ def _row(region: Region, index: int) -> object:
 
 def rows_of(region: Region, pages: Indices, rows: Rows) -> list[ByteRow]:
     """Return the rows that a route names by these pages."""
-    memory, num_pages = region.view.reshape(-1), region.num_pages
-    if pages[0] >= num_pages:
-        return [region.probe[page - num_pages][: rows.length * rows.count] for page in pages]
-    firsts = [rows.offset + index * rows.stride for index in row_indices(pages, rows, num_pages).tolist()]
+    memory = region.view
+    if pages[0] >= region.num_pages:
+        memory, pages = region.probe, pages - region.num_pages
+    memory = memory.reshape(-1)
+    firsts = [rows.offset + index * rows.stride for index in row_indices(pages, rows).tolist()]
     return [memory[first : first + rows.length] for first in firsts]
 
 
