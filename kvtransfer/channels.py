@@ -189,7 +189,7 @@ class Channel:
 
 
 class Channels:
-    """Every attached peer. Used by the mover's thread alone; `num_stalled` by any."""
+    """Every attached peer. Used by the mover's thread alone; `stalled` by any."""
 
     def __init__(self, backend: Backend, report: Callable[[Copy], None], clock: Clock) -> None:
         self._backend = backend
@@ -200,8 +200,8 @@ class Channels:
         self._stages: list[Stage] = []  # kept: a library may hold on to their memory
 
     @property
-    def num_stalled(self) -> int:
-        return sum(channel.stalls.is_stalled for channel in list(self._channels.values()))
+    def stalled(self) -> frozenset[Peer]:
+        return frozenset([peer for peer, channel in list(self._channels.items()) if channel.stalls.is_stalled])
 
     @property
     def is_busy(self) -> bool:

@@ -64,9 +64,13 @@ class Mover:
         return self._backend.region
 
     @property
+    def stalled(self) -> frozenset[Peer]:
+        """Return to which peers bytes are in flight and hardly move."""
+        return self._channels.stalled
+
+    @property
     def num_stalled(self) -> int:
-        """To how many peers bytes are in flight and hardly move."""
-        return self._channels.num_stalled
+        return len(self.stalled)
 
     @property
     def turn(self) -> int | None:

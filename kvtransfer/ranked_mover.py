@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from pdserve.base.clock import Clock
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer.backends.backend import Backend
@@ -26,9 +27,10 @@ from pdserve.protocol.page_tables import Pages
 class RankedMover:
     """See `Mover`, whose methods these are. Each rank has an agent of the library, with its own memory alone."""
 
-    def __init__(self, backends: Sequence[Backend], on_stopped: OnStopped) -> None:
+    def __init__(self, backends: Sequence[Backend], on_stopped: OnStopped, clock: Clock | None = None) -> None:
         """backends: of each rank, in their order."""
-        self._movers = tuple([Mover(each, partial(_tell, on_stopped, part)) for part, each in enumerate(backends)])
+        tells = [partial(_tell, on_stopped, part) for part in range(len(backends))]
+        self._movers = tuple([Mover(*each, clock) for each in zip(backends, tells, strict=True)])
         self._shares = tuple(map(_share_of, backends))
 
     @property
@@ -37,7 +39,7 @@ class RankedMover:
 
     @property
     def num_stalled(self) -> int:
-        return max([mover.num_stalled for mover in self._movers])
+        return len(frozenset[Peer]().union(*[mover.stalled for mover in self._movers]))
 
     @property
     def turns(self) -> tuple[int | None, ...]:

@@ -111,9 +111,9 @@ class Outbox:
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Send a heartbeat to routers and receivers."""
-        for watchdog, turn in zip(self._watchdogs, self._carriers.mover.turns, strict=True):
+        for rank, (watchdog, turn) in enumerate(zip(self._watchdogs, self._carriers.mover.turns, strict=True)):
             if not watchdog.look(turn, self._clock.now_s()):
-                end_process(HUNG_EXIT_STATUS, "the mover's thread hangs")
+                end_process(HUNG_EXIT_STATUS, f"the mover's thread hangs (rank {rank})")
         self._carriers.client.beat()
         self._reporter.beat(self.with_stalled(load), num_steps)
 

@@ -15,6 +15,7 @@ from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.page_tables import Pages
 
 HANDOFF, OTHER = (AttemptKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(2))
@@ -58,6 +59,7 @@ class ScriptedBackend:
     posted: list[Slice] = field(default_factory=list)
     gone: list[Slice] = field(default_factory=list)  # seen to have ended
     sources: list[Region] = field(default_factory=list)  # of each connection
+    cuts: list[Peer] = field(default_factory=list)
     num_closed: int = 0
     num_looks: int = 0
     closed_in_flight: bool | None = None
@@ -108,7 +110,7 @@ class ScriptedBackend:
         return True
 
     def cut(self, peer: Peer) -> None:
-        pass
+        self.cuts.append(peer)
 
     def close(self, *, in_flight: bool) -> None:
         self.closed_in_flight = in_flight
@@ -142,11 +144,14 @@ class Rig:
         return self.stopped.get(timeout=20).event
 
 
+def scripted_backend(share: Share | None = None) -> ScriptedBackend:
+    rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
+    return ScriptedBackend(Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages), share=share))
+
+
 @contextmanager
 def scripted_rig() -> Iterator[Rig]:
-    rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
-    region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
-    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[ReceiverMessage]()
+    backend, clock, stopped = scripted_backend(), VirtualClock(), queue.SimpleQueue[ReceiverMessage]()
     mover = Mover(backend, stopped.put, clock)
     mover.attach(FIRST, DESCRIPTION)
     yield Rig(backend, clock, mover, stopped)
