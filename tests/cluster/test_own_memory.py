@@ -26,7 +26,7 @@ LONG = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers h
 OVER_TCP = ("--page-size", "16", "--handoff-transport", "tcp")  # writes need the receiver's help
 WIDE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,23 @@ def meet(cluster: LiveCluster, num_prefills: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [("tp 1", "tp 2"), ("tp 2", "tp 1"), ("tp 2", "tp 2"), ("pp 1", "pp 2"), ("pp 2", "tp 2"), ("pp 2", "pp 2")],
+    ("prefill", "decode", "lengths"),
+    [
+        ("tp 1", "tp 2", (1, 16, 40)),
+        pytest.param("tp 1", "tp 2", LENGTHS, marks=pytest.mark.long),
+        pytest.param("tp 2", "tp 1", LENGTHS, marks=pytest.mark.long),
+        pytest.param("tp 2", "tp 2", LENGTHS, marks=pytest.mark.long),
+        pytest.param("pp 1", "pp 2", LENGTHS, marks=pytest.mark.long),
+        pytest.param("pp 2", "tp 2", LENGTHS, marks=pytest.mark.long),
+        pytest.param("pp 2", "pp 2", LENGTHS, marks=pytest.mark.long),
+    ],
 )
 def test_pairs_of_ranks_with_memory_of_their_own_answer_as_transformers_does(
-    model: Path, oracle: PreTrainedModel, prefill: str, decode: str, tmp_path: Path
+    model: Path, oracle: PreTrainedModel, prefill: str, decode: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
     sizes = (flag for role, of in (("prefill", prefill), ("decode", decode)) for flag in f"--{role}-{of}".split())
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
-        asked = [prompt(length, length) for length in LENGTHS]
+        asked = [prompt(length, length) for length in lengths]
         answers = cluster.generate_all([greedy(each, 24) for each in asked])
         for each, answer in zip(asked, answers, strict=True):
             assert_right(oracle, each, answer.tokens[0], 24)
@@ -70,6 +78,7 @@ def test_pairs_of_ranks_with_memory_of_their_own_answer_as_transformers_does(
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts_are_placed_again(
     tmp_path: Path,
 ) -> None:
@@ -94,6 +103,7 @@ def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts
     assert load_of(status, "decode-0").num_digest_mismatches == 0
 
 
+@pytest.mark.long
 def test_pages_that_ranks_still_write_come_back_when_their_worker_thaws(tmp_path: Path) -> None:
     model = write_model("llama3", tmp_path / "model", **WIDE)
     sizes = (
@@ -128,6 +138,7 @@ def test_pages_that_ranks_still_write_come_back_when_their_worker_thaws(tmp_path
     assert load_of(status, "decode-0").num_digest_mismatches == 0
 
 
+@pytest.mark.long
 def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_ranks_with_memory_of_their_own(
     tmp_path: Path,
 ) -> None:

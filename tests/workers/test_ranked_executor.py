@@ -16,13 +16,14 @@ from greedy_runs import spec
 from looking import until
 from model_zoo import write_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
-from pdserve.executor import loading, ranked
+from pdserve.executor import loading, local, ranked
 from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Step, plan_of, step_of
 from pdserve.executor.threads import given_environment
@@ -125,6 +126,18 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by
     assert [len(each) for each in vectors[0]] == [2, 32, 32]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(*vectors, strict=True))
     assert not ranks()
+
+
+def test_the_memory_of_the_pages_of_each_rank_is_taken_while_the_worker_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Tensor] = []
+    monkeypatch.setattr(local, "take_in_background", taken.append)
+    with executor_of(config_of(tmp_path, rank_memory="own")) as executor:
+        executor.take_memory()
+        found = [(pages.data_ptr(), pages.nbytes) for pages in taken]
+        assert found == [(region.address, region.view.nbytes) for region in executor.regions]
+        assert len(found) == 2
 
 
 @pytest.mark.parametrize(("by", "has_library"), [(TENSOR, True), (TENSOR, False), (PIPELINE, True)])
