@@ -59,6 +59,8 @@ class CountedRows:
     def _rows_of(self, sequences: Seq[SequenceKey]) -> list[_Row]:
         """Return the rows of a step's sequences, which no other sequence of the step gets."""
         rows, num_slots = self._rows, len(self.counts)
+        if len(set(sequences)) < len(sequences):
+            raise InvariantError("a step samples two tokens of a sequence with penalties: guesses are not counted")
         if len(sequences) > num_slots:
             more = self.counts.new_zeros((len(sequences) - num_slots, self.counts.shape[1]))
             self.counts = torch.cat((self.counts, more))

@@ -1,7 +1,7 @@
 """Runs plans on a GPU: kernels for everything, and decode steps captured in CUDA graphs.
 
-A step of single tokens is captured in a few fixed sizes and replayed: n sequences run in the smallest size that holds
-n. What changes between two steps of a size lies at addresses that never change. Padding is a token whose K and V go
+A step of single tokens is captured in a few fixed sizes and replayed: n of them run in the smallest size that holds n.
+What changes between two steps of a size lies at addresses that never change. Padding is a token whose K and V go
 nowhere and whose result nobody reads. Any other step is launched kernel by kernel.
 
 While the device computes a step's logits, the host lays out how its tokens are sampled. Scheduling may be asynchronous:
@@ -108,7 +108,7 @@ class CudaRunner:
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
-        self._sizes = graph_sizes(limits.max_num_seqs)
+        self._sizes = graph_sizes(_most_samples(limits))
         make = partial(TritonAttention, config, limits.max_model_len, self._sizes, prompts)
         self._attention = by_layer(make, model, self.kv, self.groups)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
@@ -303,18 +303,24 @@ def step_inputs(batch: Batch, pool: PoolShape, size: int) -> list[Ints32]:
     return inputs
 
 
-def step_bytes(model: Model, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int:
+def _most_samples(limits: Limits) -> int:
+    """Return how many rows a step samples at most: of each sequence its last token, and guesses behind it."""
+    return max(limits.max_num_seqs, min(limits.max_num_seqs * limits.most_rows, limits.max_num_batched_tokens))
+
+
+def step_bytes(model: Model, limits: Limits) -> int:
     """Return what the largest step and all captured ones take at most, beside weights and pages.
 
     An upper estimate from shapes: no step is run to measure it.
     """
     config, per_token, element_bytes = model.config, model.activation_bytes(), model.dtype.itemsize
+    most_samples = _most_samples(limits)
     logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
-    captured = GRAPH_SHARE * max_num_seqs * (per_token + config.vocab_size * element_bytes)
+    captured = GRAPH_SHARE * most_samples * (per_token + config.vocab_size * element_bytes)
     num_kinds = len({each.scores for each in config.design.attentions if each is not None})
-    angles = len(distinct(model.ropes)[0]) * max_model_len * config.rope_dim * 4
+    angles = len(distinct(model.ropes)[0]) * limits.max_model_len * config.rope_dim * 4
     fixed = SCORING_BYTES + num_kinds * (PARTIALS_BYTES + angles) + LIBRARY_BYTES
-    return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + fixed
+    return limits.max_num_batched_tokens * per_token + most_samples * logits + captured + fixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,10 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum([len(chunk.token_ids) for chunk in self.chunks])
 
+    @property
+    def has_guesses(self) -> bool:
+        return any(chunk.num_drafts for chunk in self.chunks)
+
 
 @value
 class StepResult:

@@ -21,7 +21,7 @@ def verifying(run: Run) -> Run:
     """Return what runs steps with guesses on a runner that verifies none."""
 
     def run_and_verify(plan: StepPlan) -> StepResult:
-        if not any(chunk.num_drafts for chunk in plan.chunks):
+        if not plan.has_guesses:
             return run(plan)
         rows = [_rows(chunk) for chunk in plan.chunks]
         return _folded(plan, run(StepPlan(tuple([row for of in rows for row in of]), plan.copies)))

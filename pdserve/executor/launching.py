@@ -41,7 +41,8 @@ class Launches:
 
     A step that cannot be launched is computed by itself, and fails only the requests that make it fail. Its pages are
     copied again then: what was written to one meanwhile lies behind what its copy keeps. If a launched step fails,
-    nobody can find the request that is at fault: DeviceError.
+    nobody can find the request that is at fault: DeviceError. A step with guesses is computed by itself, too: none is
+    planned ahead of its result.
     """
 
     def __init__(self, runner: LaunchingRunner, steps: Isolating) -> None:
@@ -53,7 +54,8 @@ class Launches:
 
     def launch(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, in the engine's thread; return its result if it was computed by itself."""
-        if self._is_on_device or all(chunk.previous is None for chunk in plan.chunks):
+        is_known = self._is_on_device or all(chunk.previous is None for chunk in plan.chunks)
+        if is_known and not plan.has_guesses:
             try:
                 self._runner.start(plan)
             except InvariantError:

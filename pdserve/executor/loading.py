@@ -93,7 +93,7 @@ def _load(
     model = load_form(config, form, device, None, progress)
     check_inputs(config, model)
     if num_pages is None:
-        num_pages = _pages_beside(model, config, layout)
+        num_pages = _pages_beside(model, config, checkpoint, layout)
     limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
@@ -174,27 +174,32 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
     max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
     if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
-    guessed = config.speculative_config
+    return limits_up_to(max_model_len, config, checkpoint)
+
+
+def limits_up_to(max_model_len: int, config: WorkerConfig, checkpoint: Checkpoint) -> Limits:
+    """Return the limits of a worker whose sequences have at most so many tokens."""
+    guessed, on_gpu = config.speculative_config, config.device in KERNEL_DEVICES
     return Limits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=step_tokens,
+        max_num_batched_tokens=max(config.step_tokens.values()),
         max_model_len=max_model_len,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
-        can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
+        can_pool=not on_gpu,  # their runner was not compared with anything yet
         num_speculative_tokens=0 if guessed is None else guessed.num_speculative_tokens,
-        guesser=None if guessed is None else lookup_of(guessed),
+        guesser=None if guessed is None else lookup_of(guessed, with_penalties=not on_gpu),
     )
 
 
-def lookup_of(guessed: SpeculativeConfig) -> NgramLookup | None:
-    """Return how guesses are looked up; None: the runner makes them."""
+def lookup_of(guessed: SpeculativeConfig, *, with_penalties: bool = True) -> NgramLookup | None:
+    """Return how guesses are looked up; None: the runner makes them. with_penalties: for sequences with these, too."""
     match guessed.method:
         case "ngram":
-            return NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
+            return NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max, None, with_penalties)
         case "suffix":
             depth, most_answers = guessed.suffix_decoding_max_tree_depth, guessed.suffix_decoding_max_cached_requests
             shares = guessed.suffix_decoding_min_token_prob, guessed.suffix_decoding_max_spec_factor
-            return NgramLookup(SHORTEST, depth, AnswerLookup(depth, most_answers, *shares))
+            return NgramLookup(SHORTEST, depth, AnswerLookup(depth, most_answers, *shares), with_penalties)
         case _:
             return None
 
@@ -223,7 +228,7 @@ def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
         raise ConfigError(f"{field}: KV pages take {num_bytes} bytes, and {available} are left beside the model")
 
 
-def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
+def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
@@ -231,8 +236,7 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
 
     memory = GpuMemory.of(model.device)
     max_model_len = config.max_model_len or model.config.max_position_embeddings
-    sizes = (max(config.step_tokens.values()), config.max_num_seqs, max_model_len)
-    needed = step_bytes(model, *sizes)
+    needed = step_bytes(model, limits_up_to(max_model_len, config, checkpoint))
     needed += WORKSPACE_BYTES if config.attention_backend == "flashinfer" else 0
     num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, layout.page_bytes)
     if num_pages == 0:

@@ -215,7 +215,7 @@ class WorkerConfig(ServingConfig):
     speculative_config: SpeculativeSetting = Field(
         None,
         description='Speculative decoding, as JSON such as {"method": "ngram"}: tokens are guessed, and a step '
-        "verifies as many guesses as pay. Changes no token; on a CPU only. By default it is off.",
+        "verifies as many guesses as pay. Changes no token; with a model or head on a CPU only. By default it is off.",
     )
     tensor_parallel_size: int = Field(
         1,

@@ -55,8 +55,8 @@ class SpeculativeConfig(BaseModel):
 
     def problem(self, device: str, degrees: Degrees, kv_cache_dtype: str) -> str | None:
         """Return why workers like this do not guess so, or None."""
-        if device not in ("auto", "cpu"):
-            return f"speculative_config: device {device} verifies no guesses yet"
+        if device not in ("auto", "cpu") and not self.looks_up:
+            return f"speculative_config.method: {self.method} is not served with device {device} yet"
         if degrees.pipeline > 1:
             return "speculative_config: pipeline stages verify no guesses yet"
         if degrees.tensor > 1 and not self.looks_up:

@@ -18,6 +18,7 @@ from gpu_models import (
     DRY_PAGE_SIZE,
     PAGE_SIZE,
     QWEN3_8B,
+    Driven,
     Engine,
     OneByOne,
     config_of,
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import graph_sizes
+from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner
@@ -53,7 +55,8 @@ PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
 DRY_LENS, DRY_TOKENS = (15, 17, 3), 2
 CHECK_EOS = 5
-CHECK_LIMITS = Limits(6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}))
+CHECK_LIMITS = Limits(6, 48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}), num_speculative_tokens=3)
+GUESSING = replace(CHECK_LIMITS, guesser=NgramLookup(1, 4, with_penalties=False))
 WEIGHT_SCALE = 4.0  # lets random models write more than one token over and over
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -116,7 +119,12 @@ def _texts_agree(device: Device, family: str) -> Iterator[Row]:
     lens, num_tokens = device.sized((PROMPT_LENS, NUM_TOKENS), (DRY_LENS, DRY_TOKENS))
     found = Texts.of(family, device.torch, lens, num_tokens)
     agree = f"{len(lens)} sequences of {num_tokens} tokens agree"
-    for name, wrong in (("the CPU's tokens", found.unlike_the_cpus), ("asynchronous, one by one", found.unlike_ahead)):
+    compared = {
+        "the CPU's tokens": found.unlike_the_cpus,
+        "asynchronous, one by one": found.unlike_ahead,
+        f"guesses, {found.num_saved} steps saved": found.unlike_guessed,
+    }
+    for name, wrong in compared.items():
         yield Row(f"{family}: {name}", note=f"sequences {wrong} differ" if wrong else agree, failed=bool(wrong))
 
 
@@ -126,6 +134,8 @@ class Texts:
 
     unlike_the_cpus: list[int]  # from the engine in plain torch
     unlike_ahead: list[int]  # from itself with one step at a time
+    unlike_guessed: list[int]  # from itself with guesses
+    num_saved: int  # steps, by these
 
     @classmethod
     def of(cls, family: str, device: torch.device, prompt_lens: Seq[int], num_tokens: int) -> "Texts":
@@ -134,16 +144,18 @@ class Texts:
             kernels.capture()
         plain = Runner(_small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
 
-        def texts(runner: CudaRunner | OneByOne, depth: int) -> dict[int, list[int]]:
-            scheduler = Scheduler(KvCache(CHECK_PAGES, Paging.of(CHECK_PAGE_SIZE), None), CHECK_LIMITS)
-            return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), depth).texts
+        def driven(runner: CudaRunner | OneByOne, depth: int, limits: Limits = CHECK_LIMITS) -> Driven:
+            scheduler = Scheduler(KvCache(CHECK_PAGES, Paging.of(CHECK_PAGE_SIZE), None), limits)
+            return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), depth)
 
-        ahead, one_by_one, theirs = texts(kernels, 2), texts(kernels, 1), texts(OneByOne(plain), 1)
-        orders = range(len(prompt_lens))
-        return cls(
-            [order for order in orders if ahead[order] != theirs[order]],
-            [order for order in orders if ahead[order] != one_by_one[order]],
-        )
+        ahead, one_by_one, theirs = driven(kernels, 2), driven(kernels, 1), driven(OneByOne(plain), 1)
+        guessed = driven(OneByOne(kernels), 1, GUESSING)
+
+        def unlike(others: Driven) -> list[int]:
+            return [order for order in range(len(prompt_lens)) if ahead.texts[order] != others.texts[order]]
+
+        num_saved = one_by_one.num_steps - guessed.num_steps
+        return cls(unlike(theirs), unlike(one_by_one), unlike(guessed), num_saved)
 
 
 def small_runner(family: str, device: torch.device) -> CudaRunner:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from gpu_device import Device
-from gpu_models import QWEN3_8B, Engine, config_of, kv_bytes_per_token, limits_of, needed_bytes, random_model
+from gpu_models import QWEN3_8B, Engine, config_of, kv_bytes_per_token, limits_of, random_model
 from gpu_report import Case, Row
 
 from pdserve.base.ids import PageId
+from pdserve.engine.runner_cuda import step_bytes
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.protocol.sampling import SamplingParams
 
@@ -27,7 +28,7 @@ def _largest_step(device: Device) -> Row:
     with_model = device.memory()
     limits = limits_of(seqs, chunk + seqs, long)
     page_size = device.sized(64, 16)
-    needed = needed_bytes(model, limits)
+    needed = step_bytes(model, limits)
     page_bytes = kv_bytes_per_token(config) * page_size
     fit = with_model.pages_that_fit(0.9, device.sized(needed, 0), page_bytes)
     device.forget_peak()

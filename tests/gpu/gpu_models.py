@@ -17,11 +17,12 @@ from torch import Tensor
 from pdserve.base.ids import Attempt, PageId, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.replays import Replays
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import EngineRunner
 from pdserve.engine.runner_cuda import CudaRunner, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
+from pdserve.engine.verification import verifying
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import DUMMY_STD, load_model, shapes_of
@@ -101,12 +102,6 @@ def limits_of(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
     return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=frozenset())
 
 
-def needed_bytes(model: Model, limits: Limits) -> int:
-    """Return what an engine sets aside for its steps."""
-    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len
-    return step_bytes(model, *sizes)
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A model, its pages, and what computes its steps."""
@@ -121,7 +116,7 @@ class Engine:
         """Set up as many pages as the sequences may need, or as fit into a share of the device; capture the steps."""
         page_size = device.sized(PAGE_SIZE, DRY_PAGE_SIZE)
         enough = limits.max_num_seqs * -(-limits.max_model_len // page_size)
-        needed = needed_bytes(model, limits)
+        needed = step_bytes(model, limits)
         fit = device.memory().pages_that_fit(
             share, device.sized(needed, 0), kv_bytes_per_token(model.config) * page_size
         )
@@ -205,18 +200,18 @@ class AnyRunner(Protocol):
 
 
 class OneByOne:
-    """Wraps a CPU runner for `drive`: `finish` computes the step."""
+    """Wraps a runner for `drive`: `finish` computes the step, and verifies its guesses."""
 
     max_in_flight = 1
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: EngineRunner) -> None:
+        self._run = verifying(runner.run)
 
     def start(self, plan: StepPlan) -> None:
         self._plan = plan
 
     def finish(self) -> StepResult:
-        return self._runner.run(self._plan)
+        return self._run(self._plan)
 
 
 def drive(

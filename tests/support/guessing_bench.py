@@ -65,6 +65,7 @@ class Bench:
     num_pages: int = 300
     drafter: str = ""
     known: Mapping[Name, Seq[int]] = field(default_factory=dict)
+    lookup: NgramLookup = field(default_factory=lambda: LOOKUP)
     depth: int = 2
     breaks_guesses: bool = False  # every step with rows behind a guess fails
     draft: Model | None = None  # guesses, in place of a drafter
@@ -98,7 +99,7 @@ class Bench:
             )
             verify = self.head_drafter(self.head, runner, (END,)).beside(verify)
         elif self.drafter:
-            lookup = LOOKUP if self.drafter == "ngram" else None
+            lookup = self.lookup if self.drafter == "ngram" else None
             limits = replace(limits, num_speculative_tokens=MOST, guesser=lookup)
         self.scheduler = Scheduler(cache, limits)
 

@@ -81,6 +81,12 @@ def test_a_token_that_neither_host_nor_device_knows_is_our_own_fault() -> None:
         rows.take([Text(1, [3], [4, 5]).spec(is_ahead=True)])
 
 
+def test_rows_that_verify_guesses_are_not_counted() -> None:
+    text = Text(1, [3], [4, 5])
+    with pytest.raises(InvariantError, match="two tokens of a sequence with penalties"):
+        CountedRows(2, VOCAB, torch.device("cpu")).take([text.spec(is_ahead=False)] * 2)
+
+
 def test_the_prompt_of_a_first_token_and_the_answer_of_a_later_one_are_counted_together() -> None:
     rows, texts = CountedRows(1, VOCAB, torch.device("cpu")), [Text(1, [3, 3]), Text(2, [], [3, 3]), Text(3, [1], [2])]
     sampled(rows, texts, [4, 5, 6], set())

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
 def test_an_engine_over_latent_rows_draws_the_tokens_of_the_cpus() -> None:
     """Of prompts that are computed in chunks, beside sequences that decode."""
     found = Texts.of("deepseek-v3, 16 heads", torch.device("cpu"), (15, 17, 3, 60), 4)
-    assert (found.unlike_the_cpus, found.unlike_ahead) == ([], [])
+    assert (found.unlike_the_cpus, found.unlike_ahead, found.unlike_guessed) == ([], [], [])
 
 
 def test_pages_take_what_is_left_of_their_share() -> None:
@@ -131,9 +132,14 @@ def test_a_larger_step_leaves_less_for_pages() -> None:
     config = ModelConfig.from_hf(QWEN3_0_6B | {"num_hidden_layers": 1})
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
     model = load_model(config, held(empty), torch.float16, device="meta")
-    sizes = ((512, 8, 4096), (1024, 8, 4096), (512, 16, 4096), (512, 8, 131072))
-    small, wide, many, long = (step_bytes(model, *size) for size in sizes)
+    sizes = ((8, 512, 4096), (8, 1024, 4096), (16, 512, 4096), (8, 512, 131072))
+    limits = [Limits(*size, frozenset()) for size in sizes]
+    small, wide, many, long = (step_bytes(model, each) for each in limits)
     assert PARTIALS_BYTES < small < wide
+    assert step_bytes(model, replace(limits[0], num_speculative_tokens=1)) == many, "a guess is sampled behind as well"
+    assert step_bytes(model, replace(limits[0], num_speculative_tokens=100)) == step_bytes(
+        model, replace(limits[0], max_num_seqs=512)
+    )
     assert many - small > 8 * config.vocab_size * 2 * 3  # a row's logits, and twice as much in captured steps
     assert (
         long - small

@@ -12,7 +12,7 @@ import torch
 from faultsim.engine import FakeRunner
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.base.ids import PageId
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.executor.launching import Launches
 from pdserve.executor.local import LocalExecutor
@@ -153,6 +153,15 @@ def test_what_cannot_be_launched_is_computed_once_the_others_are_over_and_launch
     assert tokens(ahead(engine, plans)) == tokens(one_by_one(plans))
     assert engine.device.calls.count("run") == 1
     assert engine.device.calls[-3:] == ["start", "finish", "finish"]
+
+
+def test_a_step_with_guesses_is_computed_once_the_others_are_over() -> None:
+    engine, plain = Engine(), [step(index) for index in range(2)]
+    (wrong, *_), *_ = one_by_one(plain)[0].tokens
+    guessed = replace(plain[0].chunks[0], token_ids=(20, wrong.token_id + 1), phase=Phase.DECODE, num_drafts=1)
+    plans = [step(0), StepPlan((guessed, *plain[0].chunks[1:]))]
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one([plain[0], plain[0]]))
+    assert engine.device.calls == ["start", "finish", "run"]
 
 
 def test_steps_that_bring_log_probabilities_are_launched_like_others() -> None:

@@ -10,11 +10,13 @@ from pdserve.base.errors import ConfigError
 from pdserve.engine.guesses import AnswerLookup, DraftsBy, NgramLookup
 from pdserve.executor import draft_loading, loading
 from pdserve.protocol.drafts import DraftSource
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import build_engine, open_model
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
 DRAFT = '{"method": "draft_model", "model": "x"}'
+MTP = '{"method": "mtp"}'
 
 
 def worker(tmp_path: Path, given: object, **settings: object) -> WorkerConfig:
@@ -39,6 +41,16 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
     assert (limits.num_speculative_tokens, limits.guesser) == (4, lookup)
 
 
+@pytest.mark.parametrize("given", [NGRAM, SUFFIX])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "interpreter"])
+def test_on_a_gpu_sequences_with_penalties_get_no_guesses(tmp_path: Path, given: str, device: str) -> None:
+    config = worker(write_model("llama3", tmp_path), given, device=device)
+    limits = loading.limits_up_to(400, config, open_model(config))
+    assert isinstance(limits.guesser, NgramLookup)
+    assert limits.guesser.serves(SamplingParams(temperature=0.7))
+    assert limits.guesser.serves(SamplingParams(frequency_penalty=0.5)) == (device == "cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "settings", "problem"),
     [
@@ -55,8 +67,9 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', {}, r"max-tree-depth: 1 is refused"),
         (DRAFT[:-1] + ', "quantization": "int8"}', {}, r"--speculative-config\.quantization: unknown key"),
         (DRAFT, {"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: draft_model is not served"),
-        (DRAFT, {"device": "cuda"}, "speculative_config: device cuda"),
-        (DRAFT, {"device": "interpreter"}, "speculative_config: device interpreter"),
+        (DRAFT, {"device": "cuda"}, r"speculative_config\.method: draft_model is not served with device cuda"),
+        (DRAFT, {"device": "interpreter"}, r"speculative_config\.method: draft_model .* with device interpreter"),
+        (MTP, {"device": "cuda"}, r"speculative_config\.method: mtp is not served with device cuda"),
         (
             DRAFT,
             {"tensor_parallel_size": 2},
@@ -64,8 +77,6 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
         ),
         (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
         ('{"prompt_lookup_min": 9}', {}, "prompt-lookup-min: 9 is over prompt_lookup_max 8"),
-        (NGRAM, {"device": "cuda"}, "speculative_config: device cuda"),
-        (NGRAM, {"device": "interpreter"}, "speculative_config: device interpreter"),
         (NGRAM, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
     ],
 )
