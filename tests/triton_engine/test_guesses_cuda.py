@@ -1,6 +1,6 @@
 """The kernels' runner verifies guesses, and samples what the CPU's engine samples without any."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -9,10 +9,14 @@ import pytest
 from guessing_bench import END, LOOKUP, PAGE_SIZE, REPEATED, VOCAB, Bench, Name, assert_same_scores, ids
 from listed_answers import Listed
 from small_models import small_config, small_model
+from torch import Tensor
 
+from pdserve.base.ids import PageId
 from pdserve.engine import verification
+from pdserve.engine.replays import Replays
 from pdserve.engine.runner_cuda import CudaRunner
-from pdserve.engine.step import Chunk, StepPlan, StepResult, Tokens
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.executor.local import LocalExecutor
 from pdserve.model.family import Model
 from pdserve.protocol.sampling import SamplingParams
@@ -107,6 +111,23 @@ def test_an_answer_stops_within_the_guesses_that_kernels_verify(model: Model) ->
     bench = answered(KernelBench(model, 60, "right", known), params)
     assert_same(bench, plain)
     assert 1 + bench.counts["steps"] + bench.counts["right"] > len(plain.answers[0, 0]), "guesses behind it were right"
+
+
+def test_rows_that_verify_guesses_are_replayed_as_so_many_sequences(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def replayed(replays: Replays, size: int, step: Callable[[], Tensor]) -> Tensor:
+        sizes.append(size)
+        return step()
+
+    monkeypatch.setattr(Replays, "run", replayed)
+    limits = Limits(1, 64, 96, frozenset({END}), num_speculative_tokens=3)
+    spec = SampleSpec(GREEDY, 1, 1, (1, 2), (3,), forbid_stops=False, sequence=(0, 0))
+    chunk = Chunk((3, 4, 5, 6), 2, (PageId(0),), (spec,), Phase.DECODE, num_drafts=3)
+    verification.verifying(CudaRunner(model, 4, PAGE_SIZE, limits).run)(StepPlan((chunk,)))
+    assert sizes == [4]
 
 
 def keeping_one_more(chunk: Chunk, sampled: Seq[tuple[Tokens, ...]], is_stuck: Seq[bool]) -> Tokens:

@@ -156,11 +156,11 @@ def test_what_cannot_be_launched_is_computed_once_the_others_are_over_and_launch
 
 
 def test_a_step_with_guesses_is_computed_once_the_others_are_over() -> None:
-    engine, plain = Engine(), [step(index) for index in range(2)]
-    (wrong, *_), *_ = one_by_one(plain)[0].tokens
-    guessed = replace(plain[0].chunks[0], token_ids=(20, wrong.token_id + 1), phase=Phase.DECODE, num_drafts=1)
-    plans = [step(0), StepPlan((guessed, *plain[0].chunks[1:]))]
-    assert tokens(ahead(engine, plans)) == tokens(one_by_one([plain[0], plain[0]]))
+    engine, first = Engine(), step(0)
+    wrong = one_by_one([first])[0].tokens[0][0][0].token_id + 1
+    guessed = replace(first.chunks[0], token_ids=(20, wrong), phase=Phase.DECODE, num_drafts=1)
+    plans = [first, StepPlan((guessed, *first.chunks[1:]))]
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one([first, first]))
     assert engine.device.calls == ["start", "finish", "run"]
 
 
