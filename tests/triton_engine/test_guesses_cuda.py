@@ -4,14 +4,19 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+import torch
 from guessing_bench import END, LOOKUP, PAGE_SIZE, REPEATED, VOCAB, Bench, Name, assert_same_scores, ids
 from listed_answers import Listed
+from model_zoo import prompt as zoo_prompt
+from model_zoo import write_model
 from small_models import small_config, small_model
 from torch import Tensor
 
 from pdserve.base.ids import PageId
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine import verification
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner_cuda import CudaRunner
@@ -19,6 +24,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.executor.local import LocalExecutor
 from pdserve.model.family import Model
+from pdserve.model.loading import load_model
 from pdserve.protocol.sampling import SamplingParams
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16}
@@ -145,3 +151,18 @@ def test_a_wrong_guess_that_is_kept_would_change_the_kernels_answer(
     monkeypatch.setattr(verification, "_kept", keeping_one_more)
     bench = answered(KernelBench(model, 60, "liar", ids(plain.answers)), GREEDY)
     assert ids(bench.answers) != ids(plain.answers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
+def test_windows_and_latents_are_served_with_guesses_by_kernels(tmp_path: Path, family: str) -> None:
+    checkpoint = open_directory(write_model(family, tmp_path))
+    loaded = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    plain = Bench(loaded, 60)
+    plain.add(0, zoo_prompt(40), params)
+    known = ids(plain.run().answers)
+    bench = KernelBench(loaded, 60, "mostly_right", known)
+    bench.add(0, zoo_prompt(40), params)
+    assert ids(bench.run().answers) == known
+    assert bench.counts["guesses"] > bench.counts["right"] > 0
