@@ -160,9 +160,9 @@ def test_windows_and_latents_are_served_with_guesses_by_kernels(tmp_path: Path, 
     loaded = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     plain = Bench(loaded, 60)
-    plain.add(0, zoo_prompt(40), params)
+    plain.add(0, zoo_prompt(110), params)
     known = ids(plain.run().answers)
     bench = KernelBench(loaded, 60, "mostly_right", known)
-    bench.add(0, zoo_prompt(40), params)
+    bench.add(0, zoo_prompt(110), params)
     assert ids(bench.run().answers) == known
     assert bench.counts["guesses"] > bench.counts["right"] > 0
