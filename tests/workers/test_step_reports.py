@@ -3,21 +3,27 @@
 from collections import defaultdict
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Attempt, AttemptKey, RequestId
 from pdserve.engine.sequence import Finish
-from pdserve.observe.metrics import ITL, SAMPLED_TOKENS, Distribution
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.observe.metrics import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, ITL, SAMPLED_TOKENS, Distribution
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.drafts import SOURCES, DraftSource, Verified
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
-from pdserve.worker.reporting import LATEST_S, WINDOW_S, StepReports, Steps
+from pdserve.worker.reporting import LATEST_S, WINDOW_S, Reporter, StepReports, Steps
+
+if TYPE_CHECKING:
+    from pdserve.worker.link import Links
 
 ROUTER = RouterRef(1)
 KEYS = [AttemptKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
@@ -137,6 +143,33 @@ def test_guesses_of_steps_that_go_together_are_told_step_by_step() -> None:
         (DraftSource.SUFFIX, 4),
         (DraftSource.MTP, 2),
     ]
+
+
+class ToOne:
+    """Takes what is sent to one router."""
+
+    attached = (ROUTER,)
+
+    def __init__(self) -> None:
+        self.sent: list[link.AttachRequest] = []
+
+    def wants_each_step(self, router: RouterRef) -> bool:
+        return True
+
+    def send(self, router: RouterRef, message: link.AttachRequest) -> None:
+        self.sent.append(message)
+
+
+def test_guesses_of_reports_are_in_the_workers_metrics_and_on_the_wire() -> None:
+    links = ToOne()
+    reporter = Reporter(cast("Links", links), VirtualClock())
+    told = [replace(token(number, 2), verified=Verified(DraftSource.NGRAM, 4, number)) for number in (1, 2)]
+    reporter.send([*told, token(3, 2)], (StepPlan(()), StepResult((), SHORT_S)))
+    counts = {sample.metric: sample.amount for sample in reporter.steps.samples("m", DraftSource.NGRAM)}
+    assert (counts[DRAFTS], counts[DRAFT_TOKENS], counts[ACCEPTED_TOKENS]) == (2, 8, 3)
+    (message,) = links.sent
+    drafts = [each for delta in message.step.deltas for each in delta.drafts]
+    assert [(each.num_draft_tokens, each.num_accepted_tokens) for each in drafts] == [(4, 1), (4, 2)]
 
 
 def test_log_probabilities_stay_beside_their_tokens() -> None:
