@@ -37,8 +37,9 @@ class FieldError(ValueError):
 def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] | None = None) -> Model:
     """Read a model by its fields' aliases. Flags of the same names override the file.
 
-    ConfigError names for each fault the flag, or the file and line, the field, the limit and the value. The value is
-    left out if the model's configuration has `hide_input_in_errors`. With flags the file may be empty or missing.
+    ConfigError names for each fault the flag, unless it is of several, or the file and line, the field, the limit and
+    the value. The value is left out if the model's configuration has `hide_input_in_errors`. With flags the file may be
+    empty or missing.
     """
     node, content = (None, None) if path is None else _parse(path)
     if flags is not None and (content is None or isinstance(content, dict)):
@@ -50,7 +51,7 @@ def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] 
         for fault in sorted(error.errors(include_url=False), key=_rank):
             if path is None or (fault["loc"] and fault["loc"][0] in (flags or ())):
                 flag = _dotted(_place(fault)).replace("_", "-")
-                of_flags.append(f"--{flag or 'config'}: {_problem(cls, fault)}")
+                of_flags.append(f"--{flag}: {_problem(cls, fault)}" if flag else _problem(cls, fault))
             else:
                 of_file.append(_explain(cls, node, fault))
         shown = [*of_flags, f"{path}, {'; '.join(of_file)}"] if of_file else of_flags

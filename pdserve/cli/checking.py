@@ -77,7 +77,7 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     if fit.state_bytes:
         yield "state", f"{fit.state_bytes:,} bytes a sequence, in one page whatever its length"
     yield "", f"{_size(fit.sequence_bytes)} a sequence of full length{_spared(fit)}"
-    if fit.draft_method:
+    if fit.draft_weight_bytes:
         kv = f" and {fit.draft_page_bytes:,} bytes a page" if fit.draft_page_bytes else ""
         yield "guesses", f"{fit.draft_method}: about {_size(fit.draft_weight_bytes)} of weights in memory{kv}"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"

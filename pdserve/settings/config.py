@@ -321,8 +321,9 @@ class WorkerConfig(ServingConfig):
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
         guessed, kv_dtype = self.speculative_config, self.kv_cache_dtype
+        method = guessed and f"method {guessed.method}"
         problem = self.degrees.problem(self.device, kv_dtype)
-        beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": guessed}
+        beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": method}
         if guessed is not None:
             problem = problem or guessed.problem(self.device, self.degrees, kv_dtype)
         if problem := problem or rank_memory_problem(self.rank_memory, beside):

@@ -199,6 +199,18 @@ def test_a_draft_model_is_counted_with_its_weights_and_its_own_pages(
     assert f"draft_model: about {weights} in memory and {own}" in said
 
 
+def test_guesses_that_are_looked_up_have_no_weights(folder: Path, pdserve: Command) -> None:
+    said = pdserve("models", "check", str(folder), "--speculative-config", '{"method": "suffix"}').stdout
+    assert "this cpu" in said
+    assert "guesses" not in said
+
+
+def test_a_refusal_names_no_flag_that_was_not_given(folder: Path, pdserve: Command) -> None:
+    guesses = "--speculative-config", '{"method": "ngram"}'
+    said = pdserve("models", "check", str(folder), "--pipeline-parallel-size", "2", *guesses).stdout
+    assert said == "not served: speculative_config: pipeline stages verify no guesses yet\n"
+
+
 def test_a_head_is_counted_with_its_weights_and_a_layer_more_in_each_page(tmp_path: Path) -> None:
     model = write_model("llama3", tmp_path / "model")
     config = head_config(json.loads((model / "config.json").read_text()), 200, (0, 1, 2))

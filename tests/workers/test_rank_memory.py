@@ -26,7 +26,7 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
         ({"kv_cache_dtype": "int8"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
         (
             {"speculative_config": '{"method": "ngram"}'},
-            "rank_memory: own is not served with this speculative_config yet",
+            "rank_memory: own is not served with this speculative_config yet: method ngram$",
         ),
     ],
 )
