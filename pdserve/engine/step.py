@@ -213,6 +213,7 @@ def joined(parts: Seq[tuple[Seq[int], StepResult]], num_chunks: int) -> StepResu
         draft_s=sum([result.draft_s for result in results]),
         take_in_s=sum([result.take_in_s for result in results]),
         num_draft_failures=sum([result.num_draft_failures for result in results]),
+        unverified=frozenset([places[index] for places, result in parts for index in result.unverified]),
     )
 
 

@@ -13,7 +13,6 @@ A chunk whose sequence failed in that step is not computed.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.engine.step import Chunk, StepPlan, StepResult, Tokens, joined
@@ -33,19 +32,17 @@ class Isolating:
         self._run = run
         self.drawn: tuple[tuple[Tokens, ...], ...] = ()  # in the step before, which may have been launched
         self.is_whole = False  # whether all of that step was computed at once
-        self._unverified: set[int] = set()  # places of chunks of this step that are computed without their guesses
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; sequences that make it fail are named in the result. DeviceError if nothing can be computed."""
         if plan.copies:
             self._copy(plan)
         parts: _Parts = []
-        self._unverified.clear()
         wanted = self._known(plan.chunks, parts)
         self.is_whole = len(wanted) == len(plan.chunks)
         if wanted:
             self._try(wanted, parts)
-        result = replace(joined(parts, len(plan.chunks)), unverified=frozenset(self._unverified))
+        result = joined(parts, len(plan.chunks))
         self.drawn = result.tokens
         return result
 
@@ -82,7 +79,7 @@ class Isolating:
             if len(wanted) == 1:
                 ((place, chunk),) = wanted
                 if chunk.num_drafts:
-                    self._unverified.add(place)
+                    parts.append(([place], StepResult(((),), 0.0, unverified=frozenset({0}))))  # its tokens follow
                     self._try([(place, chunk.without_guesses())], parts)
                     return
                 self._check_device(chunk, error)

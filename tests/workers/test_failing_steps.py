@@ -82,11 +82,13 @@ def test_all_that_is_known_of_two_halves_is_known_of_the_step() -> None:
     scores = PromptLogprobs(b"", b"", b"")
     beside = StepResult((), 0.0, {0: "failed"}, {0: scores}, expert_ratios=(1.5,), pooled={0: b"v"}, take_in_s=0.125)
     second = replace(beside, tokens=((),), elapsed_s=0.25)
+    first = replace(first, unverified=frozenset({0}))
     whole = joined([([2], first), ([0], second)], 3)
     assert whole.tokens == ((), (), sampled)
     assert (whole.failed, whole.stuck, whole.prompts) == ({0: "failed"}, {2: "grammar"}, {0: scores})
     assert (whole.drafts, whole.pooled, whole.expert_ratios) == ({2: (1, 2)}, {0: b"v"}, (1.5,))
     assert (whole.elapsed_s, whole.draft_s, whole.take_in_s, whole.num_draft_failures) == (0.75, 0.25, 0.125, 1)
+    assert whole.unverified == {2}
     nothing = StepResult(whole.tokens, 0.0)
     assert not [each.name for each in fields(whole)[1:] if getattr(whole, each.name) == getattr(nothing, each.name)]
 
