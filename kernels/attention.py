@@ -65,8 +65,8 @@ class AttentionSpec:
 
     def _check_latents(self, value_dim: int) -> None:
         require(self.num_kv_heads == 1, f"num_kv_heads must be 1 of latent rows, got {self.num_kv_heads}")
-        value_fits = value_dim % 8 == 0 and 8 <= value_dim <= MAX_VALUE_DIM
-        require(value_fits, f"value_dim must be a multiple of 8 up to {MAX_VALUE_DIM}, got {value_dim}")
+        value_fits = value_dim % 8 == 0 and 16 <= value_dim <= MAX_VALUE_DIM
+        require(value_fits, f"value_dim must be a multiple of 8 from 16 to {MAX_VALUE_DIM}, got {value_dim}")
         fits = 1 <= self.tail <= MAX_TAIL
         require(fits, f"head_dim must be 1 to {MAX_TAIL} more than value_dim {value_dim}, got {self.head_dim}")
         is_plain = self.window is None and self.soft_cap is None and not self.has_sinks

@@ -10,7 +10,8 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
 from pdserve.executor.draft_loading import Drafts, draft_bytes, open_drafts, with_room
-from pdserve.executor.form import KERNEL_DEVICES, choose_kv_code, weight_bytes
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight_bytes
+from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.rank_sums import check_library
@@ -118,6 +119,8 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     if problem := choices.degrees.problem(device, choices.kv_cache_dtype):
         raise ConfigError(problem)
     check_library(choices.degrees)
+    if device in KERNEL_DEVICES:
+        check_kernels(device, config, choices.page_size, DTYPES[dtype])
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
     rank_shares = shares(config, choices.degrees)

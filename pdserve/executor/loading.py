@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,7 @@ from pdserve.executor.form import (
     choose_kv_code,
     load_form,
 )
+from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
@@ -41,6 +43,9 @@ from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
 from pdserve.settings.speculative import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from pdserve.kernels.attention import AttentionSpec
 
 MAX_CHARACTERS = 100
 
@@ -82,7 +87,8 @@ def _load(
     is_own = config.rank_memory == "own"
     layout = own_layout(checkpoint.config, layout, config.degrees) if is_own else layout
     if config.device in KERNEL_DEVICES:
-        _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
+        specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype])
+        _check_limits(config, checkpoint.config, specs, device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
@@ -246,36 +252,14 @@ def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, la
     return num_pages
 
 
-def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if the kernels do not serve a model, or pages of the configured size."""
-    if config.device == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
-    # A CPU worker has no need of Triton.
-    from pdserve.engine.attention_flashinfer import why_not  # noqa: PLC0415
-    from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
-    from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
-    from pdserve.kernels.tuning import device_of  # noqa: PLC0415
+def _check_limits(config: WorkerConfig, model: ModelConfig, specs: "list[AttentionSpec]", device: torch.device) -> None:
+    """Raise ConfigError where kernels would meet too long sequences, or FlashInfer serves no such attention."""
+    from pdserve.engine.attention_flashinfer import why_not  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    kinds = {
-        "windows that begin at multiples of their length": model.attends_in_torch,
-        "layers with a state": model.has_states,
-    }
-    if lacking := next((kind for kind, has in kinds.items() if has), None):
-        raise ConfigError(f"device: {config.device} does not serve this model: its kernels have no {lacking} yet")
     longest = model.longest_without_growth
     asked = config.max_model_len or model.max_position_embeddings
     if longest is not None and asked > longest:
         raise ConfigError(f"max_model_len: {asked}; device {config.device} serves this model up to {longest} tokens")
-    try:
-        specs = [
-            attention_spec(model, scores, group.page_size, 1, dtype)
-            for group in layer_groups(model, config.page_size, powers_of_two=True)
-            for scores in dict.fromkeys(model.design.scores_of(group.layers))
-        ]
-        for spec in specs:
-            PagedAttention(spec, "meta", chip=device_of(str(device)))
-    except ValueError as error:
-        raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
     if config.attention_backend == "flashinfer" and (reason := why_not(specs, device)):
         raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
@@ -290,7 +274,7 @@ def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits, 
 
     prompts = None
     if config.attention_backend == "flashinfer":
-        (scores,) = {each.scores for each in model.config.design.attentions if each}  # `_check_kernels` has seen it
+        (scores,) = {each.scores for each in model.config.design.attentions if each}  # `_check_limits` has seen it
         spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
         prompts = FlashInferPrompts(spec, model.device)
     runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)

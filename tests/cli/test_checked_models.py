@@ -153,6 +153,14 @@ def test_a_served_model_is_told_in_lines(folder: Path, pdserve: Command) -> None
     assert lines["chat"] == "not served: the model has no chat template"
 
 
+@pytest.mark.parametrize(
+    ("family", "lacking"), [("llama4", "windows that begin at"), ("falcon-h1", "layers with a state")]
+)
+def test_what_a_gpus_worker_refuses_is_not_said_to_be_served(tmp_path: Path, family: str, lacking: str) -> None:
+    with pytest.raises(ConfigError, match=f"device: cuda does not serve this model: its kernels have no {lacking}"):
+        footprint_of(write_model(family, tmp_path), Choices(device="cuda", dtype="bfloat16"))
+
+
 def test_a_model_is_counted_for_a_gpu_where_there_is_none(folder: Path, pdserve: Command) -> None:
     said = pdserve("models", "check", str(folder), "--device", "cuda", "--dtype", "bfloat16")
     assert said.returncode == 0

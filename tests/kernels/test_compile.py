@@ -16,6 +16,7 @@ import pytest
 from pdserve.kernels.tuning import Device, decode_tile, prefill_tile
 
 SUPPORT = Path(__file__).parents[1] / "support"
+TENSOR_COLUMNS = 512  # of a multiprocessor of Blackwell
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6, 8.9 and 12.x take the same tiles
 ROWS = "rope and write|digest|rms norm|silu|sample|count|experts of 16 rows$|AWQ of (1|4096) rows$"
 WANTED = {  # one of each kernel; the report has all
@@ -46,6 +47,7 @@ class Made:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    tensor_columns: int
     num_warps: int
     matrix_unit: str
     serialized: bool
@@ -68,9 +70,10 @@ def on(*capabilities: int) -> pytest.MarkDecorator:
 
 
 @on(80, 90, 100)
-def test_every_kernel_fits_the_shared_memory_of_its_chip(capability: int) -> None:
+def test_every_kernel_fits_the_shared_and_tensor_memory_of_its_chip(capability: int) -> None:
     assert made(capability), "nothing was compiled"
     assert {one.case: one.shared_bytes for one in made(capability) if one.shared_bytes > SHARED_BYTES[capability]} == {}
+    assert {one.case: one.tensor_columns for one in made(capability) if one.tensor_columns > TENSOR_COLUMNS} == {}
 
 
 def test_prefill_multiplies_with_wgmma_where_its_rows_fill_it() -> None:

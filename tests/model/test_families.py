@@ -31,7 +31,8 @@ from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.loading import _check_kernels
+from pdserve.executor.kernel_checks import check_kernels
+from pdserve.executor.loading import _check_limits
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import (
@@ -213,15 +214,15 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
         ("ministral3", 61, "max_model_len: 61; device interpreter serves this model up to 60 tokens"),
         ("ministral3", None, "max_model_len: 4096; device interpreter"),
         ("llama4", 40, "device: interpreter .* no windows that begin at multiples of their length yet"),
-        ("deepseek-v2", 40, "device: interpreter .* no latent attention yet"),
     ],
 )
 def test_kernels_of_gpus_refuse_attention_that_they_do_not_compute(
     family: str, max_model_len: int | None, complaint: str, folders: Callable[[str], Path]
 ) -> None:
     worker = WorkerConfig.model_construct(device="interpreter", max_model_len=max_model_len)
+    config = config_of(folders(family))
     with pytest.raises(ConfigError, match=complaint):
-        _check_kernels(worker, config_of(folders(family)), torch.float32, torch.device("cpu"))
+        _check_limits(worker, config, check_kernels("interpreter", config, 16, torch.float32), torch.device("cpu"))
 
 
 Change = Callable[[Design], Design]

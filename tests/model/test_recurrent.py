@@ -18,12 +18,12 @@ from pdserve.engine.states import States
 from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
-from pdserve.executor.loading import _check_kernels, describe_layout
+from pdserve.executor.kernel_checks import check_kernels
+from pdserve.executor.loading import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.model.recurrent import BLOCK, Convolution, DeltaTokens, delta_rule
-from pdserve.settings.config import WorkerConfig
 
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 
@@ -157,9 +157,8 @@ def _fail(*_: object) -> None:
 
 
 def test_kernels_of_gpus_refuse_a_model_with_states_by_name(config: ModelConfig) -> None:
-    worker = WorkerConfig.model_construct(device="interpreter")
     with pytest.raises(ConfigError, match=r"device: interpreter .* no layers with a state yet"):
-        _check_kernels(worker, config, torch.float32, torch.device("cpu"))
+        check_kernels("interpreter", config, 16, torch.float32)
 
 
 @pytest.mark.parametrize("page_size", [16, 32])

@@ -55,6 +55,7 @@ class Resources:
     registers: int  # per thread
     spill_bytes: int  # stores, per thread
     shared_bytes: int  # per program
+    tensor_columns: int  # of tensor memory, per program; Blackwell has 512
     num_warps: int
     matrix_unit: str  # which instructions multiply matrices; empty: none
     serialized: bool  # the assembler gave up overlapping wgmma
@@ -128,6 +129,7 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
         registers=max(int(count) for count in re.findall(r"Used (\d+) registers", report)),
         spill_bytes=max(int(count) for count in spills),
         shared_bytes=compiled.metadata.shared,
+        tensor_columns=compiled.metadata.tmem_size,
         num_warps=compiled.metadata.num_warps,
         matrix_unit=units[0] if units else "",
         serialized="wgmma.mma_async instructions are serialized" in report,

@@ -1,0 +1,42 @@
+"""Which models the kernels of GPUs serve, by their configs: workers ask it, and `models check`, which needs no GPU."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.base.errors import ConfigError
+from pdserve.model.config import ModelConfig
+from pdserve.model.layer_groups import layer_groups
+from pdserve.settings.config import Device
+
+if TYPE_CHECKING:
+    from pdserve.kernels.attention import AttentionSpec
+
+
+def check_kernels(device: Device, model: ModelConfig, page_size: int, dtype: torch.dtype) -> "list[AttentionSpec]":
+    """Return what attention is asked to do; ConfigError if the kernels do not serve a model, or pages of this size."""
+    if device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
+    from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
+    from pdserve.kernels.tuning import INTERPRETER  # noqa: PLC0415
+
+    kinds = {
+        "windows that begin at multiples of their length": model.attends_in_torch,
+        "layers with a state": model.has_states,
+    }
+    if lacking := next((kind for kind, has in kinds.items() if has), None):
+        raise ConfigError(f"device: {device} does not serve this model: its kernels have no {lacking} yet")
+    try:
+        specs = [
+            attention_spec(model, scores, group.page_size, 1, dtype)
+            for group in layer_groups(model, page_size, powers_of_two=True)
+            for scores in dict.fromkeys(model.design.scores_of(group.layers))
+        ]
+        for spec in specs:
+            PagedAttention(spec, "meta", chip=INTERPRETER)  # on any chip it refuses the same
+    except ValueError as error:
+        raise ConfigError(f"device: {device} does not serve this model: {error}") from error
+    return specs
