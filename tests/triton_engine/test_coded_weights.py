@@ -77,6 +77,17 @@ def test_a_model_of_codes_draws_the_tokens_of_its_weights(
     assert len({token for text in found for token in text}) > 4
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["int8", "fp8 of large blocks"])
+def test_a_model_of_latents_and_codes_draws_the_tokens_of_its_weights(case: str, tmp_path: Path) -> None:
+    plain = write_model("deepseek-v3", tmp_path / "plain", num_hidden_layers=1, kv_lora_rank=56)
+    published(case, plain, tmp_path / "coded")
+    checkpoint = open_directory(tmp_path / "coded")
+    coded = built(checkpoint, choose_quantization("auto", checkpoint, "bfloat16", "cuda"), CudaOps())
+    assert any(isinstance(each, CodeBlocks) for each in coded.layers[0].matrices())
+    assert texts_on_the_gpu(coded) == texts_in_torch(built(checkpoint, "none", TorchOps()))
+
+
 def test_experts_in_mxfp4_stay_as_they_are_and_draw_the_tokens_of_their_weights(tmp_path: Path) -> None:
     checkpoint = open_directory(write_in_mxfp4(tmp_path, num_hidden_layers=2)[1])
     coded = built(checkpoint, choose_quantization("auto", checkpoint, "bfloat16", "cuda"), CudaOps())
