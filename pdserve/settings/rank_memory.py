@@ -1,4 +1,4 @@
-"""Where the ranks of a worker keep KV pages, and what goes with it: what no test has compared is refused."""
+"""Where the ranks of a worker keep KV pages, and which settings go with it: the others are refused by name."""
 
 from collections.abc import Mapping
 from typing import Literal
