@@ -291,6 +291,7 @@ class FirstToken:
     token_ids: tuple[int, ...] = (7,)
     logprobs: tuple[object, ...] = ()
     finish_reason: int = 0
+    drafts: tuple[object, ...] = ()
 
 
 @pytest.mark.parametrize("ttft_s", [None, 60.0, 0.2])

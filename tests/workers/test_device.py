@@ -107,7 +107,7 @@ def test_a_machine_without_a_driver_knows_no_version(monkeypatch: pytest.MonkeyP
         ({"head_dim": 512}, 16, "head_dim must be a multiple of 16 up to 256, got 512"),
         ({}, 48, "page_size must be one of"),
         ({"num_attention_heads": 512}, 16, "num_heads must be 1 to 128 times num_kv_heads, got 512"),
-        ({**LATENTS, "kv_lora_rank": 520}, 16, "value_dim must be a multiple of 8 up to 512, got 520"),
+        ({**LATENTS, "kv_lora_rank": 520}, 16, "value_dim must be a multiple of 8 from 16 to 512, got 520"),
         ({**LATENTS, "qk_rope_head_dim": 80, "head_dim": 80}, 16, "head_dim must be 1 to 64 more than value_dim 48"),
     ],
 )
