@@ -136,11 +136,12 @@ def _compile(sources: list[Path], compiler: str, path: Path) -> Path | Missing:
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     units = [str(source) for source in sources if source.suffix == ".c"]
     command = [compiler, *FLAGS, *units, *_libraries(), "-o", str(scratch)]
-    compiling = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    out, said = subprocess.DEVNULL, subprocess.PIPE
+    compiling = subprocess.Popen(command, stdout=out, stderr=said, text=True, start_new_session=True)
     try:
-        _, said = compiling.communicate(timeout=COMPILE_LIMIT_S)
+        _, complaints = compiling.communicate(timeout=COMPILE_LIMIT_S)
         if compiling.returncode:
-            return Missing(Reason.COMPILING, said.strip()[:SHOWN_CHARACTERS])
+            return Missing(Reason.COMPILING, complaints.strip()[:SHOWN_CHARACTERS])
         scratch.replace(path)
     except subprocess.TimeoutExpired:
         return Missing(Reason.COMPILING, f"it took longer than {COMPILE_LIMIT_S:g} s")

@@ -90,7 +90,10 @@ class TritonAttention:
         """
         self._config, kv = config, kind.kv
         self._spec = attention_spec(config, kind.scores, kv.shape[4], kv.shape[0], kv.dtype)
+        # Of latent rows, the last features turn, and the others are the value; of K and V all are both.
+        self._turning, self._values = slice(-config.rope_dim, None), slice(self._spec.width)
         self._pages = [(parts[0], parts[-1]) for parts in (layer.unbind(1) for layer in kv.unbind(1))]
+        self._targets = [(k[..., self._turning], v[..., self._values]) for k, v in self._pages]
         found, places = distinct(kind.ropes)
         tables = [rope.table(max_kv_len) for rope in found]
         self._cos_sin = [tables[place] for place in places]
@@ -125,13 +128,12 @@ class TritonAttention:
             raise RuntimeError("run before plan")
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads], qkv[:, -num_kv_heads:]
-        k_pages, v_pages = self._pages[layer]
-        # Of latent rows, the last features turn, and the others are the value; of K and V all are both.
-        turning, width = slice(-self._config.rope_dim, None), self._spec.width
-        turned, target = q[..., turning], Target(k_pages[..., turning], v_pages[..., :width], step.slots)
-        parts = (turned, k[..., turning], v[..., :width])
-        rope_write(parts, step.positions, self._rotation(layer, qk_norm), target, out=turned)
-        out = q.new_empty((len(q), num_heads, width))
+        (k_pages, v_pages), turned = self._pages[layer], q
+        if self._spec.tail:
+            turned, k, v = q[..., self._turning], k[..., self._turning], v[..., self._values]
+        target = Target(*self._targets[layer], step.slots)
+        rope_write((turned, k, v), step.positions, self._rotation(layer, qk_norm), target, out=turned)
+        out = q.new_empty((len(q), num_heads, self._spec.width))
         for kernel, tokens in step.parts:
             kernel.run(q[tokens], k_pages, v_pages, out=out[tokens], sinks=sinks)
         return out.view(len(out), -1)

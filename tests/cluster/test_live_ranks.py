@@ -12,7 +12,6 @@ import pytest
 from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
-from wired_cluster import wired_cluster
 
 MANY = 600  # tokens, of an answer that goes on while a rank is ended
 LENGTHS = (1, 16, 40, 130, 300)
@@ -148,16 +147,4 @@ def test_pairs_of_other_degrees_answer_as_transformers_does(
 
 
 def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_a_single_rank(tmp_path: Path) -> None:
-    model = write_model("llama3", tmp_path / "model", **moving.MODEL_SHAPE)
-    own = {"decode-0": {"pipeline_parallel_size": 2}}
-    with wired_cluster(tmp_path, model, moving.POOLS, moving.WORKER_FLAGS, own_flags=own) as cluster:
-        cluster.introduce()
-        moving.introduce(cluster)
-        asked, request = moving.long_answer("stages")
-        running = moving.Running.of(cluster, request)
-        assert running.move() == 1
-        cluster.wait_for(lambda status: moving.num_moved(status) > moving.num_moved(running.before), 20)
-        answer = running.end()
-        cluster.wait_for(is_idle, 5)
-    assert answer.ledger.decode_worker == running.target
-    assert_right(load_oracle(model), asked, answer.tokens[0], moving.LONG)
+    moving.assert_an_answer_moves(tmp_path, {"decode-0": {"pipeline_parallel_size": 2}})

@@ -9,7 +9,6 @@ import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
-from wired_cluster import wired_cluster
 
 OWN = (
     "--rank-memory",
@@ -142,17 +141,5 @@ def test_pages_that_ranks_still_write_come_back_when_their_worker_thaws(tmp_path
 def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_ranks_with_memory_of_their_own(
     tmp_path: Path,
 ) -> None:
-    model = write_model("llama3", tmp_path / "model", **moving.MODEL_SHAPE)
     own = {"decode-0": {"pipeline_parallel_size": 2}, "decode-1": {"tensor_parallel_size": 2}}
-    flags = {**moving.WORKER_FLAGS, "rank_memory": "own"}
-    with wired_cluster(tmp_path, model, moving.POOLS, flags, own_flags=own) as cluster:
-        cluster.introduce()
-        moving.introduce(cluster)
-        asked, request = moving.long_answer("own memory")
-        running = moving.Running.of(cluster, request)
-        assert running.move() == 1
-        cluster.wait_for(lambda status: moving.num_moved(status) > moving.num_moved(running.before), 20)
-        answer = running.end()
-        cluster.wait_for(is_idle, 5)
-    assert answer.ledger.decode_worker == running.target
-    assert_right(load_oracle(model), asked, answer.tokens[0], moving.LONG)
+    moving.assert_an_answer_moves(tmp_path, own, rank_memory="own")

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from fault_proxy import Direction, FaultProxy
-from live_cluster import Answer, LiveCluster, greedy, load_of
-from model_zoo import prompt
-from wired_cluster import Pools, WiredCluster
+from live_cluster import Answer, LiveCluster, greedy, is_idle, load_of
+from model_zoo import assert_right, load_oracle, prompt, write_model
+from wired_cluster import Pools, WiredCluster, wired_cluster
 
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -111,3 +112,19 @@ def long_answer(seed: object, num_tokens: int = LONG) -> tuple[list[int], infere
     """Return a prompt of some pages and a greedy request for a long answer."""
     asked = prompt(150, seed)
     return asked, greedy(asked, num_tokens)
+
+
+def assert_an_answer_moves(folder: Path, own_flags: dict[str, dict[str, object]], **flags: object) -> None:
+    """Move a running answer between decode workers with flags of their own; it is transformers' to its end."""
+    model = write_model("llama3", folder / "model", **MODEL_SHAPE)
+    with wired_cluster(folder, model, POOLS, {**WORKER_FLAGS, **flags}, own_flags=own_flags) as cluster:
+        cluster.introduce()
+        introduce(cluster)
+        asked, request = long_answer("between unlike workers")
+        running = Running.of(cluster, request)
+        assert running.move() == 1
+        cluster.wait_for(lambda status: num_moved(status) > num_moved(running.before), 20)
+        answer = running.end()
+        cluster.wait_for(is_idle, 5)
+    assert answer.ledger.decode_worker == running.target
+    assert_right(load_oracle(model), asked, answer.tokens[0], LONG)
