@@ -10,7 +10,6 @@ stream, and a token that one step samples for the next need not come to the host
 that token by a grammar or bad words, the host waits for it once the next step's logits are launched.
 """
 
-import gc
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -28,28 +27,23 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
+from pdserve.engine.gpu_memory import most_samples
 from pdserve.engine.layer_kinds import by_layer, pool_shape, pool_size
 from pdserve.engine.masks import token_masks
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
-from pdserve.engine.sampler import SCORING_BYTES, Scores, reported_rows, sampled_tokens, score, score_samples
+from pdserve.engine.sampler import Scores, reported_rows, sampled_tokens, score, score_samples
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
-from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import layer_groups
-from pdserve.model.rope import distinct
 from pdserve.protocol.sampling import SamplingParams
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
 
-LIBRARY_BYTES = 192 << 20  # of libraries' workspaces, on the two streams that launch: an assumption, never measured
-CONTEXT_BYTES = 1 << 30  # of CUDA's context and libraries in a process, at most: an assumption, never measured
-SAMPLING_BYTES = 8  # per logit: a count of penalties, and a score
-GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
 _NUM_INPUTS = 2  # token ids and positions, beside the slots of each group of layers
 
 
@@ -108,7 +102,7 @@ class CudaRunner:
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
-        self._sizes = graph_sizes(_most_samples(limits))
+        self._sizes = graph_sizes(most_samples(limits))
         make = partial(TritonAttention, config, limits.max_model_len, self._sizes, prompts)
         self._attention = by_layer(make, model, self.kv, self.groups)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
@@ -301,50 +295,3 @@ def step_inputs(batch: Batch, pool: PoolShape, size: int) -> list[Ints32]:
         of = batch.of_group(group)
         inputs.append(padded(of.pages * page_size + of.slots, (size,), pool.num_pages * page_size))
     return inputs
-
-
-def _most_samples(limits: Limits) -> int:
-    """Return how many rows a step samples at most: of each sequence its last token, and guesses behind it."""
-    return max(limits.max_num_seqs, min(limits.max_num_seqs * limits.most_rows, limits.max_num_batched_tokens))
-
-
-def step_bytes(model: Model, limits: Limits) -> int:
-    """Return what the largest step and all captured ones take at most, beside weights and pages.
-
-    An upper estimate from shapes: no step is run to measure it.
-    """
-    config, per_token, element_bytes = model.config, model.activation_bytes(), model.dtype.itemsize
-    most_samples = _most_samples(limits)
-    logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
-    captured = GRAPH_SHARE * most_samples * (per_token + config.vocab_size * element_bytes)
-    num_kinds = len({each.scores for each in config.design.attentions if each is not None})
-    angles = len(distinct(model.ropes)[0]) * limits.max_model_len * config.rope_dim * 4
-    fixed = SCORING_BYTES + num_kinds * (PARTIALS_BYTES + angles) + LIBRARY_BYTES
-    return limits.max_num_batched_tokens * per_token + most_samples * logits + captured + fixed
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """Bytes of a GPU, which other processes may use as well."""
-
-    total: int
-    free: int
-    reserved: int  # by torch in this process
-
-    @classmethod
-    def of(cls, device: torch.device) -> "GpuMemory":
-        """Return those of a GPU, once torch has given back what it only keeps for later."""
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        return cls(total, free, torch.cuda.memory_reserved(device))
-
-    @property
-    def own(self) -> int:
-        """What this process has, at most: nobody says how much CUDA's context and libraries take."""
-        return min(self.total - self.free, self.reserved + CONTEXT_BYTES)
-
-    def pages_that_fit(self, utilization: float, step_bytes: int, page_bytes: int) -> int:
-        """Return how many pages fit into this process's share beside what it has and a step; 0 if none does."""
-        room = min(int(self.total * utilization) - self.own, self.free) - step_bytes
-        return max(0, room) // page_bytes

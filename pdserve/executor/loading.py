@@ -238,7 +238,7 @@ def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, la
     """Return how many pages fit on the model's GPU beside it and a step."""
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
-    from pdserve.engine.runner_cuda import GpuMemory, step_bytes  # noqa: PLC0415
+    from pdserve.engine.gpu_memory import GpuMemory, step_bytes  # noqa: PLC0415
 
     memory = GpuMemory.of(model.device)
     max_model_len = config.max_model_len or model.config.max_position_embeddings

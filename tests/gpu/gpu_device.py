@@ -17,7 +17,7 @@ import triton
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from pdserve.engine.runner_cuda import GpuMemory
+from pdserve.engine.gpu_memory import GpuMemory
 
 T = TypeVar("T")
 Call = Callable[[], object]

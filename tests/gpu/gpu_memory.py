@@ -7,7 +7,7 @@ from gpu_models import QWEN3_8B, Engine, config_of, kv_bytes_per_token, limits_o
 from gpu_report import Case, Row
 
 from pdserve.base.ids import PageId
-from pdserve.engine.runner_cuda import step_bytes
+from pdserve.engine.gpu_memory import step_bytes
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.protocol.sampling import SamplingParams
 

@@ -15,10 +15,11 @@ from gpu_device import Device
 from torch import Tensor
 
 from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.engine.gpu_memory import step_bytes
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner import EngineRunner
-from pdserve.engine.runner_cuda import CudaRunner, step_bytes
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult

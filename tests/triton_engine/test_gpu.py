@@ -14,8 +14,9 @@ from gpu_models import QWEN3_0_6B, drive
 from gpu_throughput import Work, nano_vllm_work
 from held_weights import held
 
+from pdserve.engine.gpu_memory import GpuMemory, step_bytes
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner_cuda import CudaRunner, GpuMemory, step_bytes
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.model.config import ModelConfig
