@@ -6,7 +6,9 @@ Invariant: two processes of one worker never run at once on a machine, however e
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -92,13 +94,18 @@ def machine() -> str:
 
 def end_former(owner: str) -> None:
     """Kill the processes that an earlier owner of this name left on this machine; return once nothing of them runs."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(OWNER) == owner:
+    while left := list(filter(partial(_is_of, owner), psutil.process_iter())):  # one may start ranks meanwhile
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
                 _wait(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # it has ended, or is another user's
+
+
+def _is_of(owner: str, process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(OWNER) == owner
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False  # it has ended, or is another user's
 
 
 def _wait(process: psutil.Process) -> None:

@@ -1,7 +1,9 @@
 """Keep child processes running: start them, start them again when they die, stop them in order.
 
-Children may be added and retired while others run. Every exit is announced the moment the process has been reaped,
-before anything else is done about it.
+Children may be added and retired while others run.
+
+Invariant: an exit is announced, and the next process of its name started, once the process and all that it had started
+in its process group have been reaped: the other ranks of a worker write into pages of others, too.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ from pdserve.base.clock import Clock, new_incarnation
 from pdserve.base.errors import CommandError, ConfigError
 from pdserve.base.ids import Incarnation, WorkerId
 from pdserve.base.processes import is_from_outside
+from pdserve.base.signals import adopting_orphans, end_group
 from pdserve.launch.devices import Devices
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
@@ -52,7 +55,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class ChildExit:
-    """A process has ended and has been reaped: nothing of it runs any more."""
+    """A process has ended, and all that it had started: nothing of it runs any more."""
 
     spec: ChildSpec
     incarnation: Incarnation
@@ -172,15 +175,8 @@ class Supervisor:
         Whatever ends this call, no child is left running.
         """
         try:
-            async with asyncio.TaskGroup() as keepers:
-
-                def begin(child: _Child) -> None:
-                    keepers.create_task(self._keep(child, on_exit, on_change))
-
-                for child in self._children.values():
-                    begin(child)
-                self._begin = begin
-                await self._stopping.wait()
+            with adopting_orphans():
+                await self._keep_all(on_exit, on_change)
         finally:
             self._begin = None
             self.kill()
@@ -224,6 +220,17 @@ class Supervisor:
         self._stopping.set()
         for child in self._children.values():
             child.leaving.set()
+
+    async def _keep_all(self, on_exit: Callable[[ChildExit], None], on_change: Callable[[], None]) -> None:
+        async with asyncio.TaskGroup() as keepers:
+
+            def begin(child: _Child) -> None:
+                keepers.create_task(self._keep(child, on_exit, on_change))
+
+            for child in self._children.values():
+                begin(child)
+            self._begin = begin
+            await self._stopping.wait()
 
     async def _keep(self, child: _Child, on_exit: Callable[[ChildExit], None], on_change: Callable[[], None]) -> None:
         name = child.spec.name
@@ -285,6 +292,7 @@ class Supervisor:
 
 
 async def _until_ended(child: _Child, process: Process) -> int:
+    """Return a process's status, once nothing of its process group runs any more."""
     try:
         return await process.wait()
     except asyncio.CancelledError:
@@ -293,6 +301,7 @@ async def _until_ended(child: _Child, process: Process) -> int:
         raise
     finally:
         child.process = None
+        await asyncio.to_thread(end_group, process.pid)
 
 
 async def _pause(child: _Child, seconds: float) -> None:

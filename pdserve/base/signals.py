@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 CLOSING_S = 5.0  # after drain_timeout_s: the last replies of HTTP and gRPC, the last spans, and a second to spare
 SAME_REQUEST_S = 0.5
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_ADOPTERS: set[object] = set()  # blocks of `adopting_orphans` that have not ended
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
@@ -119,13 +122,56 @@ def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when `parent_pid` ends, on Linux; exit at once if it already has."""
     if sys.platform != "linux":
         return
-    import ctypes  # noqa: PLC0415 - few processes need it
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before the kernel was asked
         sys.exit(1)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """For the length of the block, descendants whose parent ends become children of this process, on Linux."""
+    adopter = object()
+    _ADOPTERS.add(adopter)
+    _adopt(is_wanted=True)
+    try:
+        yield
+    finally:
+        _ADOPTERS.remove(adopter)
+        _adopt(is_wanted=bool(_ADOPTERS))
+
+
+def end_group(number: int) -> None:
+    """Kill what is left of a process group, whose leader has been reaped; return once it has ended. Blocks.
+
+    Call it within `adopting_orphans`: all that the leader has left behind are children of this process then. Reaping
+    a process proves more than the end of its files and sockets: nothing that it does in the kernel goes on.
+    """
+    while _has_children_in(number):
+        os.killpg(number, signal.SIGKILL)  # such a child keeps the number from being given to another group
+        with suppress(ChildProcessError):
+            os.waitpid(-number, 0)
+
+
+def _has_children_in(group: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _adopt(*, is_wanted: bool) -> None:
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, is_wanted)
+
+
+def _prctl(option: int, argument: int) -> None:
+    import ctypes  # noqa: PLC0415 - few processes need it
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

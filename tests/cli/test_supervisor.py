@@ -14,7 +14,7 @@ from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import CommandError, ConfigError
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
-from pdserve.launch.supervisor import Backoff, Stage, Supervisor
+from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +71,37 @@ async def test_a_child_that_others_kill_does_not_wait_longer_each_time(tmp_path:
             psutil.Process(process.pid).kill()
         await record.until(lambda: len(record.exits) == 3)
     assert [exit_.restart_in_s for exit_ in record.exits] == [0.01] * 3
+
+
+class Looking(Record):
+    """Notes of each process that is announced whether another one was still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.found = 0, list[bool]()
+
+    def on_exit(self, exit_: ChildExit) -> None:
+        self.found.append(psutil.pid_exists(self.other))
+        super().on_exit(exit_)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans another parent")
+async def test_an_end_is_announced_once_all_that_the_process_has_started_has_ended(tmp_path: Path) -> None:
+    """As the ranks of a worker, each of which writes into pages of others."""
+    pipe = tmp_path / "rank.pipe"
+    os.mkfifo(pipe)
+    rank = f"{IGNORE_TERM}; import os; open({str(pipe)!r}, 'w').write(str(os.getpid())); {SLEEP}"
+    leader = f"import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-c', {rank!r}]); {SLEEP}"
+    supervisor = Supervisor([child("decode-0", leader)], tmp_path, MonotonicClock(), backoff=AT_ONCE)
+    record = Looking()
+    async with supervised(supervisor, record):
+        record.other = int(await told(tmp_path, "rank"))
+        assert psutil.pid_exists(record.other)
+        (process,) = supervisor.processes
+        assert process.pid is not None
+        psutil.Process(process.pid).kill()
+        await record.until(lambda: bool(record.exits))
+    assert record.found[0] is False
 
 
 async def test_the_incarnation_is_told_to_workers_and_not_to_the_router(tmp_path: Path) -> None:
