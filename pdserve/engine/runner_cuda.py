@@ -12,7 +12,7 @@ that token by a grammar or bad words, the host waits for it once the next step's
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,8 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.family import Model
-from pdserve.model.layer_groups import layer_groups
+from pdserve.model.layer_groups import held_by, layer_groups
+from pdserve.model.sharding import part_of
 from pdserve.protocol.sampling import SamplingParams
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
@@ -64,7 +65,7 @@ class _InFlight:
 class _Sampled:
     """The tokens that a step samples, on the device."""
 
-    token_ids: Tensor  # [num_samples] in batch order
+    token_ids: Tensor  # [num_samples] in batch order; on ranks that do not sample they come with the next step
     first_samples: Ints  # [num_chunks]: where the samples of each of the plan's chunks begin
     on_host: Tensor  # the same tokens, once `copied`
     copied: torch.cuda.Event | None
@@ -82,35 +83,56 @@ class _Sampled:
         return cast("list[int]", self.on_host.tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class DevicePart:
+    """What one of several ranks has on its device, and how it learns what the first one has drawn."""
+
+    memory: Tensor  # bytes, zeroed: of pages with its own KV heads alone
+    spread: Callable[[Tensor], None]  # overwrites a tensor with the first rank's; all ranks call it, in one order
+
+
 class CudaRunner:
-    """One model on one GPU, or on a CPU where Triton interprets."""
+    """One model, or a rank's part of it, on one GPU, or on a CPU where Triton interprets."""
 
     max_in_flight = 2  # steps that are started and not finished; they end in the order in which they were started
 
     def __init__(
-        self, model: Model, num_pages: int, page_size: int, limits: Limits, prompts: PromptAttention | None = None
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        limits: Limits,
+        prompts: PromptAttention | None = None,
+        part: DevicePart | None = None,
     ) -> None:
         """Set up `num_pages` zeroed pages; those of the smallest group of layers have `page_size` tokens.
 
         limits: of the steps to come. prompts: what attends to prompts in place of the kernels, where layers are alike.
+        part: of one of several ranks. Each of them starts all steps; the first one samples.
 
         ValueError says what the kernels do not serve of the model or the pages.
         """
         config, device = model.config, model.device
         self.groups = layer_groups(config, page_size, powers_of_two=True)
-        self.kv = zeroed(pool_size(config, num_pages, self.groups, config.head_dim), model.dtype, device)
-        self._model = model
+        if part is not None:
+            self.groups = held_by(model.rank, config, self.groups)
+        size = pool_size(config, num_pages, self.groups, config.head_dim)
+        own = None if part is None else part.memory
+        self.kv = zeroed(size, model.dtype, device) if own is None else own.view(model.dtype).view(size)
+        self._model, self._part = model, part
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
         self._sizes = graph_sizes(most_samples(limits))
-        make = partial(TritonAttention, config, limits.max_model_len, self._sizes, prompts)
+        make = partial(TritonAttention, part_of(config, model.rank), limits.max_model_len, self._sizes, prompts)
         self._attention = by_layer(make, model, self.kv, self.groups)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
         self._inputs = Staging(device, (_NUM_INPUTS + len(self.groups)) * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays(device)
         self._eos_token_ids = sorted(limits.eos_token_ids)
-        self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, limits.max_num_seqs, device)
+        self._sampler: KernelSampler | None = None
+        if model.rank.index == 0:
+            self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, limits.max_num_seqs, device)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
 
@@ -147,25 +169,33 @@ class CudaRunner:
         prompts = {place: scores.packed() for place, scores in step.scores.items()}
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
 
-    def capture(self) -> None:
-        """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0."""
+    def capture(self, run: Callable[[StepPlan], StepResult] | None = None) -> None:
+        """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0.
+
+        run: computes these steps on all ranks.
+        """
+        run = run or self.run
         penalized = SamplingParams(repetition_penalty=2.0)  # to compile the counting of tokens as well
         spec = SampleSpec(penalized, 0, 0, (0,), (), forbid_stops=False, sequence=(-1, 0))
         nothing = tuple((PageId(0),) for _ in self.groups[1:])
         chunk = Chunk((0, 0), 0, (PageId(0),), (spec,), other_pages=nothing)
-        self.run(StepPlan((chunk,)))  # two tokens are a prompt to attention
+        run(StepPlan((chunk,)))  # two tokens are a prompt to attention
         if self.kv.device.type == "cuda":  # Triton's interpreter has nothing to compile
             for plan in prompt_steps(self._max_tokens, self._max_model_len, self._pool):
-                self.run(plan)
+                run(plan)
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), (), other_pages=nothing) for _ in range(size))
-            self.run(StepPlan(chunks))
+            run(StepPlan(chunks))
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]:
         """Launch a batch; return where tokens, their scores and prompts' scores come on the host, and stuck samples."""
         logits, scores = self._scored(batch) if batch.scored else (self._logits(batch), {})
         if not batch.samples:
             self._sampled = None
+            return _NOTHING, None, scores, {}
+        if self._sampler is None:
+            awaited = torch.empty(len(batch.samples), dtype=torch.int64, device=self.kv.device)
+            self._sampled = _Sampled(awaited, batch.first_samples, _NOTHING, None)
             return _NOTHING, None, scores, {}
         samples = self._completed(batch)  # while the device computes, and masks, too
         masks = token_masks(samples, self._pool.vocab_size, self._eos_token_ids)
@@ -247,6 +277,8 @@ class CudaRunner:
     def _fill_in(self, token_ids: Tensor, batch: Batch) -> None:
         """Write tokens of the previous step into this one's, behind the work already launched."""
         before, places = self._before(), np.flatnonzero(batch.previous != KNOWN)
+        if self._part is not None:
+            self._part.spread(before.token_ids)
         targets, sources = self._staging.send(places, before.of_chunks(batch.previous[places]))
         token_ids.index_copy_(0, targets.long(), before.token_ids.index_select(0, sources).to(token_ids.dtype))
 

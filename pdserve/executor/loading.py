@@ -12,7 +12,7 @@ from pdserve.base.roles import lacks_pages
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.engine.guesses import AnswerLookup, NgramLookup
 from pdserve.engine.recent_answers import SHORTEST
-from pdserve.engine.runner import EngineRunner, Runner
+from pdserve.engine.runner import EngineRunner, RankPages, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
 from pdserve.executor.executor import Executor
@@ -91,16 +91,20 @@ def _load(
         _check_limits(config, checkpoint.config, specs, device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
-        _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
+        limits_of(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
+    if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
+        from pdserve.executor.device_ranks import load_on_devices  # noqa: PLC0415 - which imports this module
+
+        return Loaded(*load_on_devices(config, form, (num_pages, layout), thread, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
         executor = _ranked(config, form, (num_pages, layout), thread, progress)
-        return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
+        return Loaded(executor, layout, limits_of(config, checkpoint, layout, num_pages))
     model = load_form(config, form, device, None, progress)
     check_inputs(config, model)
     if num_pages is None:
-        num_pages = _pages_beside(model, config, checkpoint, layout)
-    limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
+        num_pages = pages_beside(model, config, checkpoint, layout.page_bytes)
+    limits = limits_with(limits_of(config, checkpoint, layout, num_pages), drafts)
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
     runner = _runner(model, num_pages, config, limits, code)
@@ -122,7 +126,9 @@ def _ranked(
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
         check_inputs(config, model)
         eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
-        runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
+        assert followers.memory is not None, "ranks on CPUs have the host's"
+        memory = RankPages(followers.memory, config.rank_memory == "own")
+        runner = Runner(model, num_pages, config.page_size, eos_token_ids, memory)
         followers.meet()
         _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
         name = f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
@@ -175,7 +181,7 @@ def engine_device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
+def limits_of(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
     model_limit, step_tokens = checkpoint.config.max_position_embeddings, max(config.step_tokens.values())
     max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
     if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
@@ -234,7 +240,7 @@ def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
         raise ConfigError(f"{field}: KV pages take {num_bytes} bytes, and {available} are left beside the model")
 
 
-def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout) -> int:
+def pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, page_bytes: int) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
@@ -244,10 +250,10 @@ def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, la
     max_model_len = config.max_model_len or model.config.max_position_embeddings
     needed = step_bytes(model, limits_up_to(max_model_len, config, checkpoint))
     needed += WORKSPACE_BYTES if config.attention_backend == "flashinfer" else 0
-    num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, layout.page_bytes)
+    num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, page_bytes)
     if num_pages == 0:
         share = f"{config.gpu_memory_utilization} of {memory.total} bytes, {memory.free} of them free"
-        page = f"a page of {layout.page_bytes} bytes beside {memory.own + needed}"
+        page = f"a page of {page_bytes} bytes beside {memory.own + needed}"
         raise ConfigError(f"gpu_memory_utilization: {share}, leaves no room for {page}")
     return num_pages
 

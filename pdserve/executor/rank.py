@@ -44,7 +44,9 @@ def _serve(connected: socket.socket) -> None:
         with thread_defaults(os.environ, config.num_threads, rank=setup.index, num_ranks=setup.size):
             from pdserve.executor.rank_loading import load_follower  # noqa: PLC0415 - torch reads the environment
         try:
-            runner, ranks = load_follower(config, setup, channel)
+            follow = load_follower(config, setup, channel)
+        except EOFError:  # rank 0 has refused what it has loaded itself
+            return
         except ConfigError as error:
             channel.send(Ended(str(error), is_refusal=True))
             return
@@ -56,13 +58,11 @@ def _serve(connected: socket.socket) -> None:
         while True:
             step = channel.receive(Step)
             try:
-                runner.follow(plan_of(step))
-                ranks.check()
+                follow(plan_of(step))
             except Exception as error:
                 logger.exception("a step failed")
                 channel.send(Ended(f"rank {setup.index}: {type(error).__name__}: {error}"))
                 return
-            channel.send(Ended())
 
 
 if __name__ == "__main__":

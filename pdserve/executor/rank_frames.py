@@ -28,9 +28,9 @@ class Setup(msgspec.Struct, array_like=True):
     weights_hash: str
     index: int
     size: int
-    slots: int  # the descriptor of the memory in which ranks add
-    pages: int  # and of that of pages, of all ranks or of this one
-    num_pages: int
+    slots: int  # the descriptor of the memory in which ranks add, or by which they find each other
+    pages: int | None  # and of that of pages, of all ranks or of this one; None: it lies on the rank's device
+    num_pages: int | None  # None: as many as fit on each device
     has_library: bool  # rank 0, which adds as all others do
 
 
@@ -46,6 +46,13 @@ class Part(msgspec.Struct, array_like=True):
     is_prompt: bool
     targets: list[int] | None
     pooling: Pooling | None = None
+    previous: int | None = None
+
+
+class Pages(msgspec.Struct, array_like=True):
+    """How many pages each rank with a device of its own is to have."""
+
+    num_pages: int
 
 
 class Step(msgspec.Struct, array_like=True):
@@ -60,9 +67,10 @@ class Ended(msgspec.Struct, array_like=True):
 
     failure: str = ""  # why it could not; empty: it could
     is_refusal: bool = False  # the operator can mend it
+    num_pages: int = 0  # for which a rank has room that has loaded its part on a device of its own
 
 
-Message = TypeVar("Message", Setup, Step, Ended, bytes)
+Message = TypeVar("Message", Setup, Pages, Step, Ended, bytes)
 
 
 class Channel:
@@ -71,7 +79,7 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
 
-    def send(self, message: Setup | Step | Ended | bytes) -> None:
+    def send(self, message: Setup | Pages | Step | Ended | bytes) -> None:
         """Send a message; OSError where the other end is gone."""
         packed = msgspec.msgpack.encode(message)
         self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
@@ -112,6 +120,7 @@ def step_of(plan: StepPlan) -> Step:
             is_prompt=chunk.phase is Phase.PROMPT,
             targets=None if chunk.targets is None else list(chunk.targets.token_ids),
             pooling=chunk.pooling,
+            previous=chunk.previous,
         )
         for chunk in plan.chunks
     ]
@@ -135,4 +144,5 @@ def _chunk(part: Part) -> Chunk:
         num_drafts=part.num_drafts,
         other_pages=tuple([[PageId(page) for page in pages] for pages in part.other_pages]),
         pooling=part.pooling,
+        previous=part.previous,
     )

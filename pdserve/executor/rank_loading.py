@@ -1,13 +1,14 @@
 """Loads a follower's part of the model in its process, beside rank 0, which has checked and chosen all before."""
 
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.runner import RankPages, Runner
-from pdserve.executor.form import choose_form, load_form
-from pdserve.executor.rank_frames import Channel, Setup
+from pdserve.engine.step import StepPlan
+from pdserve.executor.device_ranks import DeviceFollower
+from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
+from pdserve.executor.rank_frames import Channel, Ended, Setup
 from pdserve.executor.rank_memory import mapped_pages
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
@@ -16,8 +17,23 @@ from pdserve.model.weights import Rank
 from pdserve.settings.config import WorkerConfig
 
 
-def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Runner, Ranks]:
-    """Return the rank's runner, and what it adds with. channel: to rank 0.
+def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> Callable[[StepPlan], None]:
+    """Return what does the rank's part of a step and tells rank 0 that it has ended. channel: to rank 0."""
+    form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
+    if config.device in KERNEL_DEVICES:
+        return DeviceFollower(config, form, setup, channel).follow
+    runner, ranks = _load_on_cpu(config, setup, form, channel)
+
+    def follow(plan: StepPlan) -> None:
+        runner.follow(plan)
+        ranks.check()
+        channel.send(Ended())
+
+    return follow
+
+
+def _load_on_cpu(config: WorkerConfig, setup: Setup, form: Form, channel: Channel) -> tuple[Runner, Ranks]:
+    """Return the rank's runner, and what it adds with.
 
     RuntimeError if only one of the two has a compiled library: they would wait for each other in the first sum.
     """
@@ -26,9 +42,9 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         raise RuntimeError(f"rank 0 has a compiled library, and this one has none: {loaded}")
     if not isinstance(loaded, Missing) and not setup.has_library:
         raise RuntimeError("rank 0 has no compiled library, and this one has one")
+    assert setup.pages is not None, "ranks on CPUs have the host's memory"
+    assert setup.num_pages is not None, "and know how many pages it holds"
     ranks = ranks_of(Rank.at(setup.index, config.degrees), mapped_pages(setup.slots), [channel], config.stalled_step_s)
-    form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
-    model = load_form(config, form, torch.device("cpu"), ranks)
+    model = load_form(config, form, ranks.device, ranks)
     pages = RankPages(mapped_pages(setup.pages), are_own=config.rank_memory == "own")
-    runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
-    return runner, ranks
+    return Runner(model, setup.num_pages, config.page_size, pages=pages), ranks

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
-from pdserve.executor.form import untried_kind
+from pdserve.checkpoint.checkpoint import ChosenQuantization
+from pdserve.executor.form import KERNEL_DEVICES, untried_kind
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.routes import Share
 from pdserve.model.config import ModelConfig
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
+from pdserve.settings.config import Device
 from pdserve.settings.degrees import Degrees
 
 
@@ -43,17 +45,28 @@ def own_layout(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> KvLayo
     ConfigError where such ranks were not compared with one that has all.
     """
     if kind := untried_kind(model, **{"layers in several groups": bool(layout.others)}):
-        raise ConfigError(f"rank_memory: own is not served for a model with {kind}; shared is")
+        raise ConfigError(f"rank_memory: own is not served for a model with {kind}")
     if degrees.tensor > model.num_kv_heads:
         heads = f"{degrees.tensor} ranks of {model.num_kv_heads} KV heads, some of which several ranks would hold"
-        raise ConfigError(f"rank_memory: own is not served for {heads}; shared is")
+        raise ConfigError(f"rank_memory: own is not served for {heads}")
     return replace(layout, page_digest="xxh3_runs")
+
+
+def check_on_devices(degrees: Degrees, device: Device, quantization: ChosenQuantization) -> None:
+    """Raise ConfigError where ranks with devices of their own were not compared with one that has all."""
+    if degrees.num_ranks > 1 and device in KERNEL_DEVICES and quantization != "none":
+        raise ConfigError(f"quantization: {quantization} is not served by {degrees} on {device} yet; none is")
 
 
 def share_of(rank: Rank, layout: KvLayout) -> Share:
     """Return what a rank with memory of its own holds of each page."""
     layers, heads = rank.layers(layout.num_layers), rank.kv_heads(layout.num_kv_heads)
     return Share((layers.start, layers.stop), (heads.start, heads.stop))
+
+
+def rank_page_bytes(layout: KvLayout, rank: Rank) -> int:
+    """Return the bytes of a rank's part of a page."""
+    return layout.page_bytes // share_of(Rank(), layout).num_runs * share_of(rank, layout).num_runs
 
 
 def shares_of(degrees: Degrees, layout: KvLayout) -> tuple[Share, ...]:

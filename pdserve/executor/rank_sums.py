@@ -19,9 +19,13 @@ from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
 from pdserve.settings.degrees import Degrees
 
+CPU = torch.device("cpu")
+
 
 class SharedRanks:
     """One rank; see `pdserve.model.parallel.Collective`. It waits for others in a sum for a limited time."""
+
+    device = CPU
 
     def __init__(self, rank: Rank, memory: RankMemory, calls: Calls, limit_s: float) -> None:
         self.rank, self.limit_s = rank, limit_s
@@ -49,6 +53,8 @@ class SocketRanks:
 
     OSError or EOFError where another rank has ended, TimeoutError where it hangs.
     """
+
+    device = CPU
 
     def __init__(self, rank: Rank, channels: Sequence[Channel], limit_s: float) -> None:
         """channels: of the first rank to all others, in their order; of another one to the first."""

@@ -24,12 +24,13 @@ import msgspec
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
-from pdserve.engine.runner import RankPages, Runner
+from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
-from pdserve.executor.rank_frames import Channel, Ended, Setup, step_of
-from pdserve.executor.rank_memory import mapped_pages, new_pages, regions_of, share_of, shares_of
+from pdserve.executor.rank_frames import Channel, Ended, Pages, Setup, step_of
+from pdserve.executor.rank_group import GroupRanks
+from pdserve.executor.rank_memory import mapped_pages, new_pages, rank_page_bytes, regions_of
 from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
 from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.executor.threads import given_environment
@@ -50,8 +51,13 @@ STUCK_S = 2.0  # for a rank whose part takes no longer than that which has faile
 class Followers:
     """The processes of all ranks but the first. For one thread; they end when it does."""
 
-    def __init__(self, config: WorkerConfig, form: Form, num_pages: int, layout: KvLayout) -> None:
-        """Start them; they load their parts meanwhile."""
+    def __init__(
+        self, config: WorkerConfig, form: Form, num_pages: int | None, layout: KvLayout, own: GroupRanks | None = None
+    ) -> None:
+        """Start them; they load their parts meanwhile.
+
+        num_pages: None: as many as fit on each rank's device. own: the first of ranks that have devices of their own.
+        """
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
@@ -61,34 +67,44 @@ class Followers:
         self._has_own = config.rank_memory == "own"
         page_bytes = [layout.page_bytes]  # of one memory, or of each rank's
         if self._has_own:
-            run_bytes = layout.page_bytes // share_of(Rank(), layout).num_runs
-            page_bytes = [share.num_runs * run_bytes for share in shares_of(degrees, layout)]
-        slots, memories = new_pages(slots_bytes(degrees)), [new_pages(num_pages * each) for each in page_bytes]
+            page_bytes = [rank_page_bytes(layout, Rank.at(index, degrees)) for index in range(size)]
+        self.slots, memories = new_pages(0 if own else slots_bytes(degrees)), list[int]()
+        if num_pages is not None and config.device != "cuda":
+            memories = [new_pages(num_pages * each) for each in page_bytes]
         try:
             for index in range(1, size):
-                memory = memories[index % len(memories)]
-                child = _started(memory, slots)
+                memory = memories[index % len(memories)] if memories else None
+                child = _started(self.slots, *([] if memory is None else [memory]))
                 self._children.append(child)
                 watched = index, child[0]
                 threading.Thread(target=self._watch, args=watched, name=f"rank-{index}", daemon=True).start()
                 model = (str(form.checkpoint.path), form.weights_hash)
                 settings = config.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
-                setup = Setup(settings, *model, index, size, slots, memory, num_pages, has_library)
+                setup = Setup(settings, *model, index, size, self.slots, memory, num_pages, has_library)
                 child[1].send(setup)
         except BaseException:
             self.close()
             raise
         finally:
             mapped = list(map(mapped_pages, memories))
-            self.pages = RankPages(mapped[0], self._has_own)
-            self.regions = regions_of(mapped, degrees, layout) if self._has_own else None
+            self.memory = mapped[0] if mapped else None  # of this rank's pages, if it is the host's
+            self.regions = regions_of(mapped, degrees, layout) if self._has_own and mapped else None
             channels = [channel for _, channel in self._children]
-            self.ranks = ranks_of(Rank.at(0, degrees), mapped_pages(slots), channels, config.stalled_step_s)
+            self.ranks = own or ranks_of(Rank.at(0, degrees), mapped_pages(self.slots), channels, config.stalled_step_s)
 
-    def meet(self) -> None:
-        """Wait until all have loaded. ConfigError says what one of them has refused."""
-        self.end(LOAD_S)
+    def meet(self) -> list[int]:
+        """Wait until all have loaded; return for how many pages each has room that has a device of its own.
+
+        ConfigError says what one of them has refused.
+        """
+        rooms = self.end(LOAD_S)
         self._have_met = True
+        return rooms
+
+    def give_pages(self, num_pages: int) -> None:
+        """Let all make so many pages on their devices, and join the group, as this rank does beside them."""
+        for _, channel in self._children:
+            channel.send(Pages(num_pages))
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
@@ -109,8 +125,9 @@ class Followers:
         self.end()
         return result
 
-    def end(self, limit_s: float | None = None) -> None:
+    def end(self, limit_s: float | None = None) -> list[int]:
         """Wait until all have done what they were told to. DeviceError where one has failed, or takes too long."""
+        rooms = []
         for index, (_, channel) in enumerate(self._children, start=1):
             channel.limit(limit_s)
             try:
@@ -121,7 +138,9 @@ class Followers:
                 raise DeviceError(f"rank {index}: its process has ended") from error
             if ended.failure:
                 raise (ConfigError if ended.is_refusal else DeviceError)(ended.failure)
+            rooms.append(ended.num_pages)
         self.are_waiting = True
+        return rooms
 
     def close(self) -> None:
         """End them; blocks."""
@@ -150,13 +169,20 @@ class RankedExecutor:
     """Computes each step on all ranks; see `Executor`."""
 
     def __init__(
-        self, runner: Runner, followers: Followers, thread: ThreadPoolExecutor, device_name: str, step_s: float = 0.0
+        self,
+        runner: EngineRunner,
+        followers: Followers,
+        thread: ThreadPoolExecutor,
+        device_name: str,
+        step_s: float = 0.0,
     ) -> None:
         """Lead the followers, who have met. thread: the one that has started them; `close` ends both."""
         self._thread, self._followers = thread, followers
-        self._ahead = StepsAhead(followers.begin) if runner.model.rank.num_stages > 1 else None
+        self._ahead = StepsAhead(followers.begin) if followers.ranks.rank.num_stages > 1 else None
         begin = followers.begin if self._ahead is None else self._ahead.begin
-        leading = _Leading(runner, followers, begin)
+        leading = Leading(runner, followers, begin)
+        if isinstance(runner, LaunchingRunner):
+            leading = LeadingLaunches(runner, followers)
         self._local = LocalExecutor(leading, thread, device_name, step_s, regions=followers.regions)
 
     @property
@@ -185,10 +211,10 @@ class RankedExecutor:
             self._ahead.close()
 
 
-class _Leading:
+class Leading:
     """Rank 0's runner, and all that others do of its steps."""
 
-    def __init__(self, runner: Runner, followers: Followers, begin: Callable[[StepPlan], None]) -> None:
+    def __init__(self, runner: EngineRunner, followers: Followers, begin: Callable[[StepPlan], None]) -> None:
         """begin: lets others begin a step."""
         self.kv = runner.kv
         self._runner = runner
@@ -219,6 +245,39 @@ class _Leading:
             raise
         self._followers.end()
         return result
+
+
+class LeadingLaunches(Leading):
+    """Rank 0's runner where each rank has a device, and launches steps that others launch as well."""
+
+    def __init__(self, runner: LaunchingRunner, followers: Followers) -> None:
+        super().__init__(runner, followers, followers.begin)
+        self._launching = runner
+        self._has_left_step = False  # one was not launched here that the others have begun
+
+    def start(self, plan: StepPlan) -> None:
+        """Launch a step on all ranks. What fails here behind the last sum is computed again: see `run`."""
+        self._followers.are_waiting = False
+        self._begin(plan)
+        self._has_left_step = True
+        self._launching.start(plan)
+        self._has_left_step = False
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step in flight, on all ranks."""
+        result = self._launching.finish()
+        self._followers.end()
+        return result
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step while no other is in flight.
+
+        DeviceError if others still wait in a sum of the step that was not launched.
+        """
+        if self._has_left_step:
+            self._followers.end(STUCK_S)
+            self._has_left_step = False
+        return super().run(plan)
 
 
 def _started(*descriptors: int) -> "tuple[subprocess.Popen[bytes], Channel]":

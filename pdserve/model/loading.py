@@ -52,8 +52,8 @@ def load_rank(
     progress: Progress | None = None,
     input_bits: int = INPUT_BITS,
 ) -> Model:
-    """Build one rank's part of a model, on a CPU; do as `load_model` otherwise. All ranks load at the same time."""
-    rank, device = ranks.rank, torch.device("cpu")
+    """Build one rank's part of a model; do as `load_model` otherwise. All ranks load at the same time."""
+    rank, device = ranks.rank, ranks.device
     check_divides(config, rank.degrees)
     needed = needed_weights(config, weights)
     tensors = Tensors({name: needed[name] for name in shapes_of(config, rank)}, dtype, device, progress)

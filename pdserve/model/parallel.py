@@ -10,6 +10,7 @@ from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.weights import ROWS, Rank, Shard
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from pdserve.kernels.cpu.calls import Calls
@@ -21,6 +22,11 @@ class Collective(Protocol):
 
     @property
     def rank(self) -> Rank: ...
+
+    @property
+    def device(self) -> "torch.device":
+        """Return where this rank computes."""
+        ...
 
     def through(self, calls: "Calls") -> "Collective":
         """Return the same, through other calls of the compiled library."""

@@ -20,6 +20,10 @@ class Stages:
     behind: RankMemory | None  # None: it is the last one
     calls: Calls
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def through(self, calls: Calls) -> "Stages":
         return replace(self, calls=calls)
 

@@ -221,8 +221,8 @@ class WorkerConfig(ServingConfig):
         1,
         ge=1,
         le=MAX_RANKS,
-        description="Processes that hold this worker's model together and compute each step, on CPUs; they share its "
-        "threads.",
+        description="Processes that hold this worker's model together and compute each step. On CPUs they share its "
+        "threads; with cuda each has a GPU of its own, which is tried on a CPU alone.",
     )
     pipeline_parallel_size: int = Field(
         1,
@@ -233,7 +233,8 @@ class WorkerConfig(ServingConfig):
     )
     rank_memory: RankMemory = Field(
         "shared",
-        description="Who keeps KV pages: shared, all ranks in one memory; own, each rank its heads or layers alone.",
+        description="Who keeps KV pages: shared, all ranks in one memory; own, each rank its heads or layers alone, as "
+        "ranks on GPUs always do.",
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
@@ -324,18 +325,22 @@ class WorkerConfig(ServingConfig):
         method = guessed and f"method {guessed.method}"
         problem = self.degrees.problem(self.device, kv_dtype)
         beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": method}
+        beside |= {"role": self.role.value, "attention_backend": self.attention_backend}
         if guessed is not None:
             problem = problem or guessed.problem(self.device, self.degrees, kv_dtype)
-        if problem := problem or rank_memory_problem(self.rank_memory, beside):
+        if problem := problem or rank_memory_problem(self.rank_memory, self.degrees, beside):
             raise ValueError(problem)
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _choose_page_size(cls, given: Any) -> Any:  # noqa: ANN401 - whatever is to be validated
-        """Use the GPU's page size if a GPU is asked for."""
+    def _choose_by_device(cls, given: Any) -> Any:  # noqa: ANN401 - whatever is to be validated
+        """Use the GPU's page size if a GPU is asked for, and memory of their own for ranks that have devices."""
         if isinstance(given, Mapping) and given.get("device") == "cuda":
-            return {"page_size": GPU_PAGE_SIZE, **given}
+            given = {"page_size": GPU_PAGE_SIZE, **given}
+        if isinstance(given, Mapping) and given.get("device") in ("cuda", "interpreter"):
+            has_ranks = str(given.get("tensor_parallel_size", 1)) != "1"
+            return {"rank_memory": "own", **given} if has_ranks else given
         return given
 
 

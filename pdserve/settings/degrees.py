@@ -22,9 +22,8 @@ class Degrees:
         """Return why workers on a device are not divided like this, or do not keep K and V so, or None."""
         if self.tensor > 1 and self.pipeline > 1:
             return f"pipeline_parallel_size: {self.pipeline} is not served with tensor_parallel_size {self.tensor} yet"
-        for name, size in (("tensor_parallel_size", self.tensor), ("pipeline_parallel_size", self.pipeline)):
-            if size > 1 and device in ("cuda", "interpreter"):
-                return f"{name}: {size} is refused: a worker on {device} has one device"
+        if self.pipeline > 1 and device in ("cuda", "interpreter"):
+            return f"pipeline_parallel_size: {self.pipeline} is served on CPUs, not on {device}"
         if kv_cache_dtype != "auto" and device not in ("auto", "cpu"):
             return f"kv_cache_dtype: {kv_cache_dtype} is served on a CPU, not on {device}"
         if kv_cache_dtype != "auto" and self.num_ranks > 1:

@@ -3,17 +3,28 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from pdserve.settings.degrees import Degrees
+
 RankMemory = Literal["shared", "own"]
 
 SERVED: Mapping[str, tuple[object, ...]] = {
-    "device": ("auto", "cpu"),
     "mover": ("nixl",),
     "kv_cache_dtype": ("auto",),
     "speculative_config": (None,),
+    "attention_backend": ("auto",),
 }
+ON_GPUS: Mapping[str, tuple[object, ...]] = {"role": ("mixed",)}  # where movers have the first rank's memory alone
 
 
-def rank_memory_problem(rank_memory: RankMemory, beside: Mapping[str, object]) -> str | None:
-    """Return why ranks do not have memory of their own beside other settings, or None."""
-    wrong = [name for name, served in SERVED.items() if rank_memory == "own" and beside[name] not in served]
-    return f"rank_memory: own is not served with this {wrong[0]} yet: {beside[wrong[0]]}" if wrong else None
+def rank_memory_problem(rank_memory: RankMemory, degrees: Degrees, beside: Mapping[str, object]) -> str | None:
+    """Return why ranks do not have such memory beside other settings, or None."""
+    device, num_ranks = beside["device"], degrees.num_ranks
+    if rank_memory == "shared":
+        is_own = num_ranks > 1 and device in ("cuda", "interpreter")
+        return f"rank_memory: shared is served on CPUs; each of {degrees} on {device} has its own" if is_own else None
+    if device == "cuda" and num_ranks == 1:
+        return "rank_memory: own is not served by one rank on cuda"
+    served = {**SERVED, **(ON_GPUS if device == "cuda" else {})}
+    wrong = [name for name, values in served.items() if beside[name] not in values]
+    kind = f"tensor_parallel_size: {num_ranks} on cuda" if device == "cuda" else "rank_memory: own"
+    return f"{kind} is not served with this {wrong[0]} yet: {beside[wrong[0]]}" if wrong else None

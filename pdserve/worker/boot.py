@@ -75,7 +75,7 @@ def build_mover(
     if config.test_fail_copies and config.mover != "nixl":
         raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
     backends = [_backend(config, me, region, secret) for region in regions]
-    return RankedMover(backends, on_stopped) if config.rank_memory == "own" else Mover(backends[0], on_stopped)
+    return Mover(backends[0], on_stopped) if regions[0].share is None else RankedMover(backends, on_stopped)
 
 
 def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes) -> Backend:

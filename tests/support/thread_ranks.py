@@ -29,7 +29,7 @@ SWITCH_S = 1e-4  # threads that wait for each other would each wait for Python's
 class Apart:
     """The others of a rank that are asked for nothing: it computes its own part."""
 
-    rank = Rank(0, 2)
+    rank, device = Rank(0, 2), torch.device("cpu")
 
     def through(self, calls: Calls) -> Self:
         raise NotImplementedError

@@ -1,0 +1,129 @@
+"""Loads a model on ranks that each have a device of their own: the first one, and in their processes the others.
+
+All load their parts at once. Then rank 0 knows how many pages fit on each device, all join a group of
+torch.distributed, and rank 0 leads them through the steps that compile kernels and that are captured.
+"""
+
+import logging
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pdserve.base.signals import end_served
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.step import StepPlan
+from pdserve.executor.executor import Executor
+from pdserve.executor.form import Form, Progress, load_form
+from pdserve.executor.loading import MAX_CHARACTERS, describe_layout, device_name, limits_of, pages_beside
+from pdserve.executor.rank_frames import Channel, Ended, Pages, Setup
+from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
+from pdserve.executor.rank_memory import check_on_devices, mapped_pages, own_layout, rank_page_bytes
+from pdserve.executor.ranked import Followers, Leading, RankedExecutor
+from pdserve.model.family import Model
+from pdserve.model.weights import Rank
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.settings.config import WorkerConfig
+from pdserve.settings.processor import read_cpu_info
+
+if TYPE_CHECKING:
+    from pdserve.engine.runner_cuda import CudaRunner
+
+logger = logging.getLogger(__name__)
+
+START_S = 1800.0  # for all ranks to meet, and for the steps that compile and are captured
+
+
+def load_on_devices(
+    config: WorkerConfig, form: Form, pages: tuple[int | None, KvLayout], thread: ThreadPoolExecutor, progress: Progress
+) -> tuple[Executor, KvLayout, Limits]:
+    """Start the other ranks, and load this one beside them. pages: how many, if that is known, and what they have."""
+    asked, layout = pages
+    check_on_devices(config.degrees, config.device, form.quantization)
+    ranks = GroupRanks(Rank.at(0, config.degrees), device_of_rank(config.device, 0, config.degrees.num_ranks))
+    followers = Followers(config, form, asked, layout, ranks)
+    try:
+        model = load_form(config, form, ranks.device, ranks, progress)
+        num_pages = min(asked or _room(model, config, form, layout), *followers.meet())
+        limits = limits_of(config, form.checkpoint, layout, num_pages)
+        with within(START_S, "the ranks' first steps"):
+            followers.give_pages(num_pages)
+            ranks.join(followers.slots, config.stalled_step_s)
+            memory = _memory(followers.memory, ranks, num_pages, layout)
+            runner = _runner(model, ranks, config, limits, num_pages, memory)
+            followers.end()
+            runner.capture(Leading(runner, followers, followers.begin).run)
+        name = f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
+        executor = RankedExecutor(runner, followers, thread, name, config.test_step_s)
+    except BaseException:
+        followers.close()
+        raise
+    return executor, _unpaired(layout) if config.device == "cuda" else layout, limits
+
+
+class DeviceFollower:
+    """The part of a rank that is not the first."""
+
+    def __init__(self, config: WorkerConfig, form: Form, setup: Setup, channel: Channel) -> None:
+        """Load it, and get ready beside the other ranks. channel: to rank 0."""
+        self._index, self._channel = setup.index, channel
+        self._ends = ThreadPoolExecutor(1, "step-ends")
+        described = describe_layout(
+            form.checkpoint.config, form.weights_hash, config.page_size, form.dtype, config.device
+        )
+        layout = own_layout(form.checkpoint.config, described, config.degrees)
+        device = device_of_rank(config.device, setup.index, setup.size)
+        ranks = GroupRanks(Rank.at(setup.index, config.degrees), device)
+        model = load_form(config, form, device, ranks)
+        num_pages = setup.num_pages or _room(model, config, form, layout)
+        channel.send(Ended(num_pages=num_pages))
+        num_pages = channel.receive(Pages).num_pages
+        ranks.join(setup.slots, config.stalled_step_s)
+        host = None if setup.pages is None else mapped_pages(setup.pages)
+        limits = limits_of(config, form.checkpoint, layout, num_pages)
+        memory = _memory(host, ranks, num_pages, layout)
+        self._runner = _runner(model, ranks, config, limits, num_pages, memory)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Launch this rank's part of a step; rank 0 is told when it has ended."""
+        self._runner.start(plan)
+        self._ends.submit(self._end)
+
+    def _end(self) -> None:
+        try:
+            self._runner.finish()
+        except Exception as error:
+            logger.exception("a step failed")
+            self._channel.send(Ended(f"rank {self._index}: {type(error).__name__}: {error}"))
+            end_served(0)
+        self._channel.send(Ended())
+
+
+def _room(model: Model, config: WorkerConfig, form: Form, layout: KvLayout) -> int:
+    """Return how many pages fit on a rank's device."""
+    return pages_beside(model, config, form.checkpoint, rank_page_bytes(layout, model.rank))
+
+
+def _memory(host: Tensor | None, ranks: GroupRanks, num_pages: int, layout: KvLayout) -> Tensor:
+    """Return zeroed memory for a rank's part of so many pages: the host's, or its device's."""
+    if host is not None:
+        return host
+    return torch.zeros(num_pages * rank_page_bytes(layout, ranks.rank), dtype=torch.uint8, device=ranks.device)
+
+
+def _runner(
+    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, num_pages: int, memory: Tensor
+) -> "CudaRunner":
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.runner_cuda import CudaRunner, DevicePart  # noqa: PLC0415
+
+    return CudaRunner(model, num_pages, config.page_size, limits, None, DevicePart(memory, ranks.spread))
+
+
+def _unpaired(layout: KvLayout) -> KvLayout:
+    """Return the layout of a worker that exchanges pages with nobody: no other process has the same."""
+    name = f"{layout.weights_hash}, {secrets.token_hex(8)} alone"
+    return replace(layout, page_digest="splitmix64", weights_hash=name)
