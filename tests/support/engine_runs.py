@@ -1,0 +1,74 @@
+"""Whole engines, with their executors: jobs go in, and answers come out, with steps started ahead where that is allowed."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.base.ids import Attempt, RequestId
+from pdserve.engine.sequence import Broken, Job, Sampled
+from pdserve.engine.sequence import Sequence as Running
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.worker.boot import Engine, build_engine, open_model
+
+Asked = tuple[Sequence[int], SamplingParams]
+LIMIT_S = 120.0
+
+
+def worker_config(folder: Path, **settings: object) -> WorkerConfig:
+    """Return the settings of a small decode worker in float32."""
+    own = {"model": str(folder), "secret_file": folder / "secret", "role": "decode", "worker_id": "w"}
+    small = {"num_pages": 40, "max_num_seqs": 6, "max_num_batched_tokens": 32, "max_model_len": 128}
+    fixed = {"routers": ("127.0.0.1:1",), "dtype": "float32"}
+    return load_config(WorkerConfig, flags={**own, **small, **fixed, **settings})
+
+
+@contextmanager
+def engine_of(config: WorkerConfig) -> Iterator[Engine]:
+    engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    try:
+        yield engine
+    finally:
+        engine.executor.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What came of some jobs."""
+
+    texts: dict[tuple[int, int], list[int]]  # by job and continuation
+    num_cached: int  # tokens that were not computed
+    num_ahead: int  # steps that were started while another one was under way
+
+
+def answers(engine: Engine, asked: Sequence[Asked], depth: int = 2) -> Answers:
+    """Compute jobs together, with so many steps under way."""
+    scheduler, running = engine.scheduler, [_sequence(number, *each) for number, each in enumerate(asked)]
+    for sequence in running:
+        scheduler.add(sequence)
+    texts: dict[tuple[int, int], list[int]] = {}
+    in_flight, num_ahead = deque[tuple[StepPlan, Future[StepResult]]](), 0
+    while True:
+        plan = scheduler.plan() if len(in_flight) < depth else None
+        if plan is not None:
+            num_ahead += len(in_flight)
+            in_flight.append((plan, engine.executor.start(plan)))
+            continue
+        if not in_flight:
+            return Answers(texts, sum(each.num_cached_tokens for each in running), num_ahead)
+        plan, step = in_flight.popleft()
+        for outcome in scheduler.commit(plan, step.result(LIMIT_S)):
+            assert not isinstance(outcome, Broken), outcome
+            if isinstance(outcome, Sampled):
+                text = texts.setdefault((outcome.sequence.order, outcome.index), [])
+                text += [token.token_id for token in outcome.tokens]
+
+
+def _sequence(number: int, prompt: Sequence[int], params: SamplingParams) -> Running:
+    indices = tuple(range(params.n))
+    job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, indices)
+    return Running(job, indices, list(prompt), number)

@@ -1,0 +1,245 @@
+"""A worker of ranks with a device each draws the tokens of the CPU's engine, and ends with any of its ranks.
+
+Ranks are processes over gloo, on a CPU on which Triton interprets their kernels.
+"""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from engine_runs import Asked, answers, engine_of, worker_config
+from greedy_runs import spec
+from looking import until
+from model_zoo import prompt, write_model
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from pdserve.base.errors import ConfigError, DeviceError
+from pdserve.base.ids import PageId
+from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
+from pdserve.executor import device_ranks
+from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
+from pdserve.model.weights import Rank
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.settings.config import WorkerConfig
+
+RANKS: Mapping[str, object] = {"device": "interpreter", "tensor_parallel_size": 2}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SEEDED = SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_tokens=6, ignore_eos=True)
+WORDS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, bad_word_ids=((1, 2), (3, 4)))  # the host waits
+ASKED: list[Asked] = [
+    (prompt(45, 1), GREEDY),  # in chunks, while others decode
+    (prompt(5, 2), SamplingParams(seed=3, temperature=1.2, n=2, max_tokens=6, ignore_eos=True)),  # a page is copied
+    (prompt(16, 3), SEEDED),
+    (prompt(7, 4), WORDS),
+]
+AGAIN: list[Asked] = [([*prompt(45, 1), 7, 8], GREEDY)]  # behind pages that are cached
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "vocab_size": 511}
+PLAN = StepPlan((Chunk((1, 2, 3), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(),))))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+class Broken:
+    """A grammar that fails where tokens are sampled, behind the last sum."""
+
+    is_ready = True
+
+    def fill(self, output_ids: Sequence[int], bits: Bits) -> None:
+        raise ZeroDivisionError(len(output_ids))
+
+
+def config_of(folder: Path, **settings: object) -> WorkerConfig:
+    return worker_config(folder, **{**RANKS, **settings})
+
+
+def ranks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "pdserve.executor.rank" in child.cmdline()]
+
+
+def tokens_of(result: StepResult) -> list[list[int]]:
+    return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama3", NINE_HEADS),  # one KV head, and two; 255 tokens, and 256
+        ("qwen3-moe", {}),
+        pytest.param("llama3", {}, marks=pytest.mark.long),
+        pytest.param("qwen2", {}, marks=pytest.mark.long),
+        pytest.param("qwen3", {}, marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
+    family: str, shape: dict[str, int], tmp_path: Path
+) -> None:
+    folder, found = write_model(family, tmp_path, num_hidden_layers=2, **shape), []
+    for settings, depth in (({}, 1), ({**RANKS, "tensor_parallel_size": 1}, 2), (RANKS, 2)):
+        with engine_of(worker_config(folder, **settings)) as engine:
+            assert len(ranks()) == (settings == RANKS)
+            first, second = answers(engine, ASKED, depth), answers(engine, AGAIN, depth)
+            assert second.num_cached == 32
+            assert (first.num_ahead > 5) == (depth == 2)
+            found.append((first.texts, second.texts))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert not ranks()
+
+
+def test_each_rank_has_pages_of_its_own_heads_which_are_scored_and_copied_as_one_rank_does(model: Path) -> None:
+    chunk = Chunk((1, 2, 3), 0, (PageId(5),), (spec(),), targets=Targets((2, 3), 2))
+    plans = StepPlan((chunk,)), StepPlan((Chunk((9,), 3, (PageId(4),), (spec((1,)),)),), ((PageId(5), PageId(4)),))
+    found = []
+    for settings in ({}, RANKS):
+        with engine_of(worker_config(model, **settings)) as engine:
+            first, second = (engine.executor.start(plan).result(60) for plan in plans)
+            (scores,) = first.prompts.values()
+            found.append((tokens_of(first), tokens_of(second), scores.top_ids))
+            regions = engine.executor.regions
+    assert found[0] == found[1]
+    assert [(region.share.heads, region.page_bytes) for region in regions if region.share] == [
+        ((0, 1), engine.layout.page_bytes // 2),
+        ((1, 2), engine.layout.page_bytes // 2),
+    ]
+    assert engine.layout.page_digest == "xxh3_runs"
+
+
+def test_a_request_that_cannot_be_sampled_fails_alone_beside_steps_launched_ahead(model: Path) -> None:
+    wrong = replace(spec(), matcher=Broken())
+    plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(wrong,))))
+    with engine_of(config_of(model)) as engine:
+        steps = [engine.executor.start(each) for each in (PLAN, plan, PLAN)]
+        good, failed, again = (step.result(60) for step in steps)
+    assert list(failed.failed) == [1]
+    assert tokens_of(failed)[0] == tokens_of(good)[0]
+    assert tokens_of(again) == tokens_of(good)
+
+
+def test_a_step_that_fails_where_other_ranks_wait_is_a_broken_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(config_of(model)) as engine:
+
+        def broken(ranks: GroupRanks, x: Tensor, width: int) -> Tensor:
+            raise ZeroDivisionError(len(x), width)
+
+        monkeypatch.setattr(GroupRanks, "gather", broken)
+        with pytest.raises(DeviceError, match="rank 1: it waits for another one"):
+            engine.executor.start(PLAN).result(60)
+    assert not ranks()
+
+
+def test_the_end_of_a_rank_ends_the_worker_with_the_status_of_a_broken_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    with engine_of(config_of(model)) as engine:
+        monkeypatch.setattr(os, "_exit", ended.append)
+        (rank,) = ranks()
+        rank.suspend()
+        step = engine.executor.start(PLAN)
+        rank.kill()
+        with pytest.raises(DeviceError):
+            step.result(60)
+        until(lambda: ended or None)
+    assert ended == [DEVICE_EXIT_STATUS]
+
+
+def test_a_rank_that_hangs_is_a_broken_device(model: Path) -> None:
+    with engine_of(config_of(model, stalled_step_s=3.0)) as engine:
+        (rank,) = ranks()
+        rank.suspend()
+        with pytest.raises(DeviceError, match="rank 1: it waits for another one, or is stopped"):
+            engine.executor.start(PLAN).result(60)
+    assert not ranks()
+
+
+def test_a_rank_that_is_frozen_for_a_while_launches_the_same_step(model: Path) -> None:
+    with engine_of(config_of(model)) as engine:
+        before = tokens_of(engine.executor.start(PLAN).result(60))
+        (rank,) = ranks()
+        rank.suspend()
+        running = engine.executor.start(PLAN)
+        with pytest.raises(TimeoutError):
+            running.result(0.5)
+        rank.resume()
+        assert tokens_of(running.result(60)) == before
+
+
+def test_what_takes_too_long_before_the_worker_serves_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, is_over = list[int](), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: (ended.append(status), is_over.set()))
+    with within(60.0, "steps"):
+        pass
+    with within(0.01, "steps"):
+        assert is_over.wait(30)
+    assert ended == [DEVICE_EXIT_STATUS]
+
+
+def test_fewer_gpus_than_ranks_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 4 ranks need a GPU each, and 3 are visible here"):
+        device_of_rank("cuda", 0, 4)
+    assert [device_of_rank("cuda", index, 3) for index in range(3)] == [torch.device("cuda", i) for i in range(3)]
+    assert chosen == [torch.device("cuda", index) for index in range(3)]
+    assert device_of_rank("interpreter", 1, 4) == torch.device("cpu")
+
+
+def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Nccl:
+        class Options:
+            _timeout: object = None
+
+        def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+            self.given = rank, size, options._timeout
+            self.settings = {name: os.environ.get(name) for name in rank_group.NCCL_SETTINGS}
+
+    from pdserve.executor import rank_group
+
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
+    for name in rank_group.NCCL_SETTINGS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    store = c10d.FileStore(str(tmp_path / "store"), 2)
+    made = rank_group._nccl(store, Rank(1, 2), rank_group.FOREVER)
+    assert made.given == (1, 2, rank_group.FOREVER)
+    assert made.settings == {**rank_group.NCCL_SETTINGS, "NCCL_SOCKET_IFNAME": "eth0"}, "what is set stays"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("gemma3", {}, "rank_memory: own is not served for a model with layers in several groups"),
+        ("lfm2", {}, "with layers with a state|with states|layers with a state"),
+        ("deepseek-v2", {}, "rank_memory: own is not served for a model with latent rows"),
+        ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),
+        ("llama3", {"quantization": "int8"}, "quantization: int8 is not served by 2 ranks on interpreter yet"),
+    ],
+)
+def test_models_that_were_not_tried_on_ranks_with_devices_are_refused(
+    family: str, settings: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    config = config_of(write_model(family, tmp_path), **settings)
+    with pytest.raises(ConfigError, match=problem), engine_of(config):
+        pass
+    assert not ranks()
+
+
+def test_nobody_else_has_the_layout_of_ranks_on_gpus(model: Path) -> None:
+    with engine_of(config_of(model)) as engine:
+        layout = engine.layout
+    one, other = device_ranks._unpaired(layout), device_ranks._unpaired(layout)
+    assert one.difference(other) == f"weights_hash: {one.weights_hash} != {other.weights_hash}"
