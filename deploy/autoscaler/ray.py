@@ -32,6 +32,7 @@ from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.schema import RayActuator as Settings
 from pdserve.base.errors import ConfigError, first_of
 from pdserve.base.roles import Role
+from pdserve.launch.devices import check_devices
 from pdserve.launch.folder import runtime_dir
 from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
 from pdserve.launch.plan import Wiring
@@ -175,6 +176,7 @@ class ActorActuator:
         cls, wiring: Wiring, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
     ) -> AsyncIterator[Self]:
         """Be connected with Ray for the length of the block; ActuatorError where Ray is not reached."""
+        check_devices(wiring.spec, num_devices)
         try:
             await asyncio.to_thread(connect, settings)
         except (OSError, RuntimeError, ValueError) as error:

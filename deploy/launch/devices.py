@@ -1,14 +1,15 @@
-"""Deals out the GPUs of this machine, so that no two workers take the same one while another is free.
+"""Deals out the GPUs of this machine, one for each rank, so that no two ranks share one while another is free.
 
-Invariant: a worker keeps its GPU until it is released, however often its process starts again.
+Invariant: a worker keeps its GPUs until it is released, however often its process starts again.
 """
 
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.roles import Role
@@ -25,20 +26,21 @@ _DEFAULT_SHARE: float = WorkerConfig.model_fields[_SHARE].default
 class Devices:
     """GPUs by the names that CUDA_VISIBLE_DEVICES has for them, and the workers that hold them."""
 
-    def __init__(self, names: Sequence[str], roles: Collection[str]) -> None:
-        """`roles`: of the workers that compute on a GPU."""
+    def __init__(self, names: Sequence[str], num_ranks: Mapping[str, int]) -> None:
+        """`num_ranks`: of the workers of each role that compute on GPUs."""
         self._names = names
-        self._roles = roles
-        self._held: dict[str, str] = {}  # by worker
+        self._num_ranks = num_ranks
+        self._held: dict[str, list[str]] = {}  # by worker
 
     def hold(self, worker: str, role: str) -> Mapping[str, str]:
-        """Return what is in a worker's environment: it sees one GPU alone, which the fewest other workers have."""
-        if role not in self._roles:
+        """Return what is in a worker's environment: it sees a GPU for each rank, those which the fewest others have."""
+        if role not in self._num_ranks:
             return {}
         if worker not in self._held:
-            held = Counter(self._held.values())
-            self._held[worker] = min(self._names, key=lambda name: held[name])
-        return {VISIBLE: self._held[worker]}
+            held = Counter(chain.from_iterable(self._held.values()))
+            least = sorted(self._names, key=lambda name: held[name])[: self._num_ranks[role]]
+            self._held[worker] = sorted(least, key=self._names.index)
+        return {VISIBLE: ",".join(self._held[worker])}
 
     def release(self, worker: str) -> None:
         """Take note that a worker has ended for good."""
@@ -68,8 +70,8 @@ def visible_devices(environment: Mapping[str, str]) -> list[str]:
 def deal(spec: ClusterSpec) -> tuple[Devices | None, ClusterSpec]:
     """Return the GPUs that a cluster's workers are to hold, and the cluster with the share of one that each gets.
 
-    None if no worker asks for a GPU, or another machine has them. ConfigError if there is none, or if workers that
-    share a GPU would take more than all of it.
+    None if no worker asks for a GPU, or another machine has them. ConfigError if there is none, if a worker has more
+    ranks than there are, or if workers that share a GPU would take more than all of it.
     """
     roles = [role for role in WORKER_ROLES if spec.flags_of(role).get("device") == "cuda"]
     if not roles or spec.elsewhere:
@@ -77,16 +79,34 @@ def deal(spec: ClusterSpec) -> tuple[Devices | None, ClusterSpec]:
     names = visible_devices(os.environ)
     if not names:
         raise ConfigError("--device: cuda is asked for, and no CUDA device is visible here")
-    num_sharing = -(-_num_workers(spec, roles) // len(names))
+    num_ranks = {role: num_ranks_of(spec, role) for role in roles}
+    if (most := max(num_ranks.values())) > len(names):
+        raise ConfigError(f"--tensor-parallel-size: {most} ranks need a GPU each, and {len(names)} are visible here")
+    num_sharing = -(-_num_wanted(spec, num_ranks) // len(names))
     if num_sharing > 1:
         spec = _shared(spec, roles, num_sharing, len(names))
-    return Devices(names, roles), spec
+    return Devices(names, {role.value: each for role, each in num_ranks.items()}), spec
 
 
-def _num_workers(spec: ClusterSpec, roles: Sequence[Role]) -> int:
-    """Return how many workers may want a GPU at once."""
+def num_ranks_of(spec: ClusterSpec, role: Role) -> int:
+    """Return how many ranks a worker of a role has, each of which takes a GPU where there are any."""
+    return int(str(spec.flags_of(role).get("tensor_parallel_size", 1)))
+
+
+def check_devices(spec: ClusterSpec, num_devices: Mapping[Role, int]) -> None:
+    """Raise ConfigError where a replica holds more GPUs than its worker has ranks, or fewer."""
+    for role, held in num_devices.items():
+        num_ranks = num_ranks_of(spec, role)
+        if spec.flags_of(role).get("device") == "cuda" and held != num_ranks:
+            text = f"is {held}, and a {role} worker has {num_ranks} ranks with a GPU each"
+            raise ConfigError(f"pools.{role}.devicesPerReplica: {text}")
+
+
+def _num_wanted(spec: ClusterSpec, num_ranks: Mapping[Role, int]) -> int:
+    """Return how many ranks may want a GPU at once."""
     counts = {Role.PREFILL: spec.num_prefill, Role.DECODE: spec.num_decode, Role.MIXED: spec.num_mixed}
-    return sum(counts[role] for role in roles) + spec.most_workers - spec.num_workers
+    num_later = spec.most_workers - spec.num_workers
+    return sum(counts[role] * each for role, each in num_ranks.items()) + num_later * max(num_ranks.values())
 
 
 def _shared(spec: ClusterSpec, roles: Sequence[Role], num_sharing: int, num_devices: int) -> ClusterSpec:

@@ -81,7 +81,8 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
         kv = f" and {fit.draft_page_bytes:,} bytes a page" if fit.draft_page_bytes else ""
         yield "guesses", f"{fit.draft_method}: about {_size(fit.draft_weight_bytes)} of weights in memory{kv}"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
-    here = f"{_size(fit.free_bytes)} free: beside the weights {room}" if fit.free_bytes else "there is none here"
+    ranks = f" on each of {fit.degrees.tensor} like it" if fit.has_devices else ""
+    here = f"{_size(fit.free_bytes)} free: beside the weights{ranks} {room}" if fit.free_bytes else "there is none here"
     yield f"this {fit.device}", here
     yield "chat", "by its template" if fit.has_chat_template else "not served: the model has no chat template"
 

@@ -12,6 +12,7 @@ from pdserve.model.family import Model
 from pdserve.model.rope import distinct
 
 LIBRARY_BYTES = 192 << 20  # of libraries' workspaces, on the two streams that launch: an assumption, never measured
+GROUP_BYTES = 1 << 30  # of NCCL's buffers between ranks: an assumption, never measured
 CONTEXT_BYTES = 1 << 30  # of CUDA's context and libraries in a process, at most: an assumption, never measured
 SAMPLING_BYTES = 8  # per logit: a count of penalties, and a score
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
@@ -34,6 +35,8 @@ def step_bytes(model: Model, limits: Limits) -> int:
     num_kinds = len({each.scores for each in config.design.attentions if each is not None})
     angles = len(distinct(model.ropes)[0]) * limits.max_model_len * config.rope_dim * 4
     fixed = SCORING_BYTES + num_kinds * (PARTIALS_BYTES + angles) + LIBRARY_BYTES
+    if model.rank.size > 1:
+        fixed += GROUP_BYTES + (1 + GRAPH_SHARE) * num_rows * config.vocab_size * element_bytes  # as they are gathered
     return limits.max_num_batched_tokens * per_token + num_rows * logits + captured + fixed
 
 

@@ -7,17 +7,21 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
+from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
 from pdserve.executor.draft_loading import Drafts, draft_bytes, open_drafts, with_room
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
+from pdserve.executor.rank_memory import check_on_devices, own_layout, rank_page_bytes
 from pdserve.executor.rank_sums import check_library
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.model.config import ModelConfig
 from pdserve.model.loading import needed_weights, shares
+from pdserve.model.weights import Rank
+from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import (
     PAGE_SIZE,
     STEP_TOKENS,
@@ -80,10 +84,18 @@ class Footprint:
     draft_method: str = ""  # what guesses; empty: nothing does
     draft_weight_bytes: int = 0  # in memory, nearly, beside the model's
     draft_page_bytes: int = 0  # of a draft model, for each page of the model's; KV of a head is in `page_bytes`
+    rank_page_bytes: int = 0  # of the rank that has the most of a page on a device of its own; 0: ranks have none
+
+    @property
+    def has_devices(self) -> bool:
+        """Say whether each rank has a device of its own, such as the one that is looked at here."""
+        return self.rank_page_bytes > 0
 
     @property
     def num_pages(self) -> int:
-        """Return how many pages fit beside the weights."""
+        """Return how many pages fit beside the weights; on devices like the one here, if each rank has one."""
+        if self.has_devices:
+            return max(0, self.free_bytes - self.rank_weight_bytes) // self.rank_page_bytes
         held_bytes = self.weight_bytes + self.draft_weight_bytes
         return max(0, self.free_bytes - held_bytes) // (self.page_bytes + self.draft_page_bytes)
 
@@ -123,6 +135,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         check_kernels(device, config, choices.page_size, DTYPES[dtype])
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
+    layout, rank_page = _on_devices(config, layout, quantization, choices)
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)
@@ -156,7 +169,24 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         draft_method=method,
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_token_bytes * layout.page_size,
+        rank_page_bytes=rank_page,
     )
+
+
+def _on_devices(
+    config: ModelConfig, layout: KvLayout, quantization: ChosenQuantization, choices: Choices
+) -> tuple[KvLayout, int]:
+    """Return the layout of ranks with devices of their own, and the bytes of the most that one has of a page.
+
+    The layout and 0 if they have none. ConfigError where they do not serve the model.
+    """
+    degrees = choices.degrees
+    if degrees.num_ranks == 1 or choices.device not in KERNEL_DEVICES:
+        return layout, 0
+    check_on_devices(degrees, choices.device, quantization)
+    layout = own_layout(config, layout, degrees)
+    largest = max([rank_page_bytes(layout, Rank.at(index, degrees)) for index in range(degrees.num_ranks)])
+    return layout, largest if choices.device == "cuda" else 0
 
 
 def _drafts(path: Path, choices: Choices, checkpoint: Checkpoint) -> tuple[Drafts, str]:

@@ -168,6 +168,24 @@ def test_a_model_is_counted_for_a_gpu_where_there_is_none(folder: Path, pdserve:
         assert "this cuda     there is none here" in said.stdout
 
 
+def test_what_fits_on_ranks_with_gpus_is_what_fits_on_each(
+    tmp_path: Path, pdserve: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
+    model = write_model("llama3", tmp_path, **heads)
+    one, two = (Choices(device="cuda", dtype="bfloat16", degrees=Degrees(size)) for size in (1, 2))
+    monkeypatch.setattr(footprint, "_free_bytes", lambda _: 2**20)
+    alone, ranked = footprint_of(model, one), footprint_of(model, two)
+    assert ranked.rank_page_bytes * 3 == alone.page_bytes * 2, "two of three KV heads"
+    assert ranked.num_pages == (2**20 - ranked.rank_weight_bytes) // ranked.rank_page_bytes > alone.num_pages
+    sizes = ("--tensor-parallel-size", "2", "--quantization", "int8")
+    refused = pdserve("models", "check", str(model), "--device", "cuda", "--dtype", "bfloat16", *sizes).stdout
+    assert "not served: quantization: int8 is not served by 2 ranks on cuda yet; none is" in refused
+    windows = write_model("gemma3", tmp_path / "gemma3")
+    with pytest.raises(ConfigError, match="rank_memory: own is not served for a model with layers in several groups"):
+        footprint_of(windows, two)
+
+
 def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_head(
     folder: Path, pdserve: Command
 ) -> None:

@@ -14,7 +14,7 @@ from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import ConfigError
 from pdserve.base.roles import Role
 from pdserve.launch import devices as devices_module
-from pdserve.launch.devices import VISIBLE, Devices, deal, visible_devices
+from pdserve.launch.devices import VISIBLE, Devices, check_devices, deal, visible_devices
 from pdserve.launch.plan import ChildSpec, ClusterSpec, ProcessRole
 from pdserve.launch.supervisor import Backoff, Supervisor
 
@@ -80,6 +80,32 @@ def test_only_workers_that_ask_for_a_gpu_get_one(monkeypatch: pytest.MonkeyPatch
     assert deal(ClusterSpec("m", "m")) == (None, ClusterSpec("m", "m"))
 
 
+def test_a_worker_of_ranks_holds_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    role_flags = {"prefill": {"tensor_parallel_size": 2}}
+    devices, spec = dealt(monkeypatch, "0,1,2", ClusterSpec("m", "m", worker_flags=CUDA, role_flags=role_flags))
+    held = [devices.hold("prefill-0", "prefill"), devices.hold("decode-0", "decode")]
+    assert [each[VISIBLE] for each in held] == ["0,1", "2"]
+    assert shares(spec) == {"prefill": None, "decode": None}
+    devices, spec = dealt(monkeypatch, "5,3", ClusterSpec("m", "m", worker_flags=CUDA, role_flags=role_flags))
+    assert [devices.hold("decode-0", "decode")[VISIBLE], devices.hold("prefill-0", "prefill")[VISIBLE]] == ["5", "5,3"]
+    assert shares(spec) == {"prefill": 0.45, "decode": 0.45}
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "0,1")
+    flags = {**CUDA, "tensor_parallel_size": "4"}
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: 4 ranks need a GPU each, and 2 are visible here"):
+        deal(ClusterSpec("m", "m", worker_flags=flags))
+
+
+def test_replicas_elsewhere_hold_a_gpu_for_each_rank_of_their_worker() -> None:
+    spec = ClusterSpec("m", "m", worker_flags={**CUDA, "tensor_parallel_size": 2})
+    check_devices(spec, dict.fromkeys(Role, 2))
+    check_devices(ClusterSpec("m", "m", worker_flags={"tensor_parallel_size": 2}), dict.fromkeys(Role, 1))
+    with pytest.raises(ConfigError, match="decode.devicesPerReplica: is 1, and a decode worker has 2 ranks with a GPU"):
+        check_devices(spec, {**dict.fromkeys(Role, 2), Role.DECODE: 1})
+
+
 @pytest.mark.parametrize("visible", ["", "-1", "-1,0"])
 def test_a_machine_without_a_gpu_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, visible: str
@@ -120,7 +146,7 @@ async def test_each_process_sees_its_own_gpu_also_after_a_restart(tmp_path: Path
         return await asyncio.to_thread((tmp_path / name).read_text)
 
     children = [telling("router", "router"), telling("prefill-0", Role.PREFILL), telling("decode-0", Role.DECODE)]
-    record, devices = Record(), Devices(["4", "6"], ["prefill", "decode"])
+    record, devices = Record(), Devices(["4", "6"], {"prefill": 1, "decode": 1})
     environment = {key: value for key, value in os.environ.items() if key != VISIBLE}
     backoff = Backoff(first_s=0.0, longest_s=0.0)
     supervisor = Supervisor(

@@ -1,4 +1,4 @@
-"""Whole engines, with their executors: jobs go in, and answers come out, with steps started ahead where that is allowed."""
+"""Whole engines, with their executors: jobs go in, and answers come out; steps may be started ahead."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -90,7 +90,7 @@ def turned_ranks(
         return CudaRunner(model, num_pages, PAGE_SIZE, limits, None, DevicePart(memory, ranks.spread))
 
     try:
-        with mock.patch.object(loading, "ops_for", lambda *_, **__: CudaOps()), ThreadPoolExecutor(size) as threads:
+        with mock.patch.object(loading, "ops_for", return_value=CudaOps()), ThreadPoolExecutor(size) as threads:
             yield TurnedRanks(threads, list(threads.map(load, range(size))), turn)
     finally:
         os.close(store)

@@ -23,7 +23,7 @@ from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
-from pdserve.executor import device_ranks
+from pdserve.executor import device_ranks, rank_group
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
 from pdserve.model.weights import Rank
 from pdserve.protocol.sampling import SamplingParams
@@ -205,8 +205,6 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
         def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
             self.given = rank, size, options._timeout
             self.settings = {name: os.environ.get(name) for name in rank_group.NCCL_SETTINGS}
-
-    from pdserve.executor import rank_group
 
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
     for name in rank_group.NCCL_SETTINGS:

@@ -11,6 +11,8 @@ from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import build_engine, open_model
 
+TWO = {"tensor_parallel_size": 2}
+
 
 def worker(folder: Path, **settings: object) -> WorkerConfig:
     own = {"model": str(folder), "secret_file": folder / "secret", "role": "decode", "worker_id": "w"}
@@ -22,7 +24,14 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
     ("settings", "problem"),
     [
         ({"mover": "collective"}, "rank_memory: own is not served with this mover yet: collective"),
-        ({"device": "interpreter"}, "rank_memory: own is not served with this device yet: interpreter"),
+        ({"device": "cuda"}, "rank_memory: own is not served by one rank on cuda"),
+        ({"device": "cuda", **TWO}, "tensor_parallel_size: 2 on cuda is not served with this role yet: decode"),
+        ({"device": "cuda", **TWO, "role": "prefill"}, "2 on cuda is not served with this role yet: prefill"),
+        (
+            {"device": "cuda", **TWO, "role": "mixed", "attention_backend": "flashinfer"},
+            "2 on cuda is not served with this attention_backend yet: flashinfer",
+        ),
+        ({"device": "interpreter", **TWO, "rank_memory": "shared"}, "shared is served on CPUs; each of 2 ranks on"),
         ({"kv_cache_dtype": "int8"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
         (
             {"speculative_config": '{"method": "ngram"}'},
@@ -74,6 +83,24 @@ def test_each_rank_has_a_region_with_its_heads_or_layers(
     assert {region.num_pages for region in engine.executor.regions} == {64}
     assert sum(region.page_bytes for region in engine.executor.regions) == engine.layout.page_bytes
     assert engine.layout.page_digest == "xxh3_runs"
+
+
+@pytest.mark.parametrize("size", [2, "2"])
+@pytest.mark.parametrize("device", ["cuda", "interpreter"])
+def test_ranks_with_devices_have_memory_of_their_own_unasked(tmp_path: Path, device: str, size: int | str) -> None:
+    config = load_config(
+        WorkerConfig,
+        flags={
+            "model": "m",
+            "secret_file": tmp_path,
+            "role": "mixed",
+            "worker_id": "w",
+            "routers": ("127.0.0.1:1",),
+            "device": device,
+            "tensor_parallel_size": size,
+        },
+    )
+    assert (config.rank_memory, config.degrees.tensor) == ("own", 2)
 
 
 def test_workers_with_shared_and_with_own_memory_are_not_paired() -> None:
