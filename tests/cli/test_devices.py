@@ -102,7 +102,7 @@ def test_replicas_elsewhere_hold_a_gpu_for_each_rank_of_their_worker() -> None:
     spec = ClusterSpec("m", "m", worker_flags={**CUDA, "tensor_parallel_size": 2})
     check_devices(spec, dict.fromkeys(Role, 2))
     check_devices(ClusterSpec("m", "m", worker_flags={"tensor_parallel_size": 2}), dict.fromkeys(Role, 1))
-    with pytest.raises(ConfigError, match="decode.devicesPerReplica: is 1, and a decode worker has 2 ranks with a GPU"):
+    with pytest.raises(ConfigError, match=r"decode\.devicesPerReplica: is 1, and a decode worker has 2 ranks"):
         check_devices(spec, {**dict.fromkeys(Role, 2), Role.DECODE: 1})
 
 
