@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.elementwise import times
 from pdserve.model.weights import Rank
-from pdserve.settings.config import Device
+
+if TYPE_CHECKING:
+    from pdserve.settings.config import Device
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class GroupRanks:
             work.wait()
 
 
-def device_of_rank(device: Device, index: int, num_ranks: int) -> torch.device:
+def device_of_rank(device: "Device", index: int, num_ranks: int) -> torch.device:
     """Return where a rank computes, and let this thread use it; ConfigError where fewer devices are visible."""
     if device != "cuda":
         return torch.device("cpu")

@@ -46,6 +46,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.design import SelfAttention
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
+from pdserve.model.weights import Weights
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
@@ -142,11 +143,11 @@ class Texts:
         kernels = small_runner(family, device)
         if device.type == "cuda":
             kernels.capture()
-        plain = Runner(_small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
+        plain = Runner(small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
 
         def driven(runner: CudaRunner | OneByOne, depth: int, limits: Limits = CHECK_LIMITS) -> Driven:
             scheduler = Scheduler(KvCache(CHECK_PAGES, Paging.of(CHECK_PAGE_SIZE), None), limits)
-            return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), depth)
+            return drive(runner, scheduler, mixed_sequences(prompt_lens, num_tokens), depth)
 
         ahead, one_by_one, theirs = driven(kernels, 2), driven(kernels, 1), driven(OneByOne(plain), 1)
         guessed = driven(OneByOne(kernels), 1, GUESSING)
@@ -159,15 +160,23 @@ class Texts:
 
 
 def small_runner(family: str, device: torch.device) -> CudaRunner:
-    return CudaRunner(_small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
+    return CudaRunner(small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
 
 
-def _small_model(family: str, device: torch.device) -> Model:
-    config = ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
-    return load_model(config, scaled(dummy_weights(config), WEIGHT_SCALE), torch.float32, device=device)
+def small_config(family: str) -> ModelConfig:
+    return ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
 
 
-def _mixed_sequences(prompt_lens: Seq[int], num_tokens: int) -> Iterator[Sequence]:
+def small_weights(config: ModelConfig) -> Weights:
+    return scaled(dummy_weights(config), WEIGHT_SCALE)
+
+
+def small_model(family: str, device: torch.device) -> Model:
+    config = small_config(family)
+    return load_model(config, small_weights(config), torch.float32, device=device)
+
+
+def mixed_sequences(prompt_lens: Seq[int], num_tokens: int) -> Iterator[Sequence]:
     rng = random.Random(0)
     for order, length in enumerate(prompt_lens):
         params = replace(PARAMS[order % len(PARAMS)], max_tokens=num_tokens, ignore_eos=True)

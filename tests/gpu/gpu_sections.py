@@ -9,6 +9,7 @@ import gpu_engine
 import gpu_handoff
 import gpu_memory
 import gpu_pages
+import gpu_ranks
 import gpu_rows_bench
 import gpu_sampler
 import gpu_steps
@@ -32,6 +33,7 @@ _ALL = (
     Section("end_to_end", 70, gpu_throughput.end_to_end),
     Section("handoff", 60, gpu_handoff.nixl),
     Section("handoff_gloo", 25, gpu_handoff.gloo),
+    Section("ranks", 40, gpu_ranks.cases),
     Section("start", 60, gpu_apart.starts),
     Section("checks", 40, gpu_checks.cases),
     Section("rows", 10, gpu_rows_bench.cases),

@@ -67,7 +67,7 @@ def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path
     package = tmp_path / "pdserve"
     package.mkdir()
     skip = shutil.ignore_patterns("__pycache__")
-    for name in ("engine", "model", *FOUNDATIONS):
+    for name in ("engine", "executor", "model", *FOUNDATIONS):
         shutil.copytree(ROOT / "pdserve" / name, package / name, ignore=skip)
     for name in ("kernels", "kvtransfer"):
         shutil.copytree(ROOT / name, package / name, ignore=skip)

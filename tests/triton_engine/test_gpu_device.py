@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_handoff
+import gpu_ranks
 import pytest
 import torch
 from gpu_device import MIN_REPLAY_US, REPEATS, Device, Gpu, Interpreter
@@ -119,6 +120,16 @@ def test_what_is_not_installed_is_skipped_in_one_line(
 ) -> None:
     monkeypatch.setattr(gpu_handoff, "find_spec", lambda name: None if name in missing else name)
     ((_, skipped),) = cases(Interpreter())
+    assert [(row.note, row.failed) for row in skipped()] == [(note, False)]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_ranks_are_skipped_in_one_line_where_there_are_fewer_than_two_gpus(
+    count: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    ((_, skipped),) = gpu_ranks.cases(gpu)
+    note = f"skipped: 2 ranks need a GPU each, and {count} is here"
     assert [(row.note, row.failed) for row in skipped()] == [(note, False)]
 
 
