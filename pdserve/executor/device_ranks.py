@@ -6,8 +6,9 @@ torch.distributed, and rank 0 leads them through the steps that compile kernels 
 
 import logging
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,16 +19,14 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import Form, Progress, load_form
-from pdserve.executor.loading import MAX_CHARACTERS, describe_layout, device_name, limits_of, pages_beside
 from pdserve.executor.rank_frames import Channel, Ended, Pages, Setup
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
-from pdserve.executor.rank_memory import check_on_devices, mapped_pages, own_layout, rank_page_bytes
+from pdserve.executor.rank_memory import check_on_devices, mapped_pages, rank_page_bytes
 from pdserve.executor.ranked import Followers, Leading, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig
-from pdserve.settings.processor import read_cpu_info
 
 if TYPE_CHECKING:
     from pdserve.engine.runner_cuda import CudaRunner
@@ -37,18 +36,28 @@ logger = logging.getLogger(__name__)
 START_S = 1800.0  # for all ranks to meet, and for the steps that compile and are captured
 
 
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What settings make of a model's pages."""
+
+    layout: KvLayout
+    num_pages: int | None  # None: as many as fit on each device
+    limits: Callable[[int], Limits]  # of steps over so many pages
+    room: Callable[[Model], int]  # how many pages fit on a device beside a rank's part
+
+
 def load_on_devices(
-    config: WorkerConfig, form: Form, pages: tuple[int | None, KvLayout], thread: ThreadPoolExecutor, progress: Progress
+    config: WorkerConfig, form: Form, fitting: Fitting, thread: ThreadPoolExecutor, name: str, progress: Progress
 ) -> tuple[Executor, KvLayout, Limits]:
-    """Start the other ranks, and load this one beside them. pages: how many, if that is known, and what they have."""
-    asked, layout = pages
+    """Start the other ranks, and load this one beside them. name: of the device, as routers know it."""
     check_on_devices(config.degrees, config.device, form.quantization)
     ranks = GroupRanks(Rank.at(0, config.degrees), device_of_rank(config.device, 0, config.degrees.num_ranks))
-    followers = Followers(config, form, asked, layout, ranks)
+    layout = fitting.layout
+    followers = Followers(config, form, fitting.num_pages, layout, ranks)
     try:
         model = load_form(config, form, ranks.device, ranks, progress)
-        num_pages = min(asked or _room(model, config, form, layout), *followers.meet())
-        limits = limits_of(config, form.checkpoint, layout, num_pages)
+        num_pages = min(fitting.num_pages or fitting.room(model), *followers.meet())
+        limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"):
             followers.give_pages(num_pages)
             ranks.join(followers.slots, config.stalled_step_s)
@@ -56,7 +65,6 @@ def load_on_devices(
             runner = _runner(model, ranks, config, limits, num_pages, memory)
             followers.end()
             runner.capture(Leading(runner, followers, followers.begin).run)
-        name = f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
         executor = RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:
         followers.close()
@@ -67,25 +75,19 @@ def load_on_devices(
 class DeviceFollower:
     """The part of a rank that is not the first."""
 
-    def __init__(self, config: WorkerConfig, form: Form, setup: Setup, channel: Channel) -> None:
+    def __init__(self, config: WorkerConfig, form: Form, fitting: Fitting, setup: Setup, channel: Channel) -> None:
         """Load it, and get ready beside the other ranks. channel: to rank 0."""
         self._index, self._channel = setup.index, channel
         self._ends = ThreadPoolExecutor(1, "step-ends")
-        described = describe_layout(
-            form.checkpoint.config, form.weights_hash, config.page_size, form.dtype, config.device
-        )
-        layout = own_layout(form.checkpoint.config, described, config.degrees)
         device = device_of_rank(config.device, setup.index, setup.size)
         ranks = GroupRanks(Rank.at(setup.index, config.degrees), device)
         model = load_form(config, form, device, ranks)
-        num_pages = setup.num_pages or _room(model, config, form, layout)
-        channel.send(Ended(num_pages=num_pages))
+        channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))
         num_pages = channel.receive(Pages).num_pages
         ranks.join(setup.slots, config.stalled_step_s)
         host = None if setup.pages is None else mapped_pages(setup.pages)
-        limits = limits_of(config, form.checkpoint, layout, num_pages)
-        memory = _memory(host, ranks, num_pages, layout)
-        self._runner = _runner(model, ranks, config, limits, num_pages, memory)
+        memory = _memory(host, ranks, num_pages, fitting.layout)
+        self._runner = _runner(model, ranks, config, fitting.limits(num_pages), num_pages, memory)
 
     def follow(self, plan: StepPlan) -> None:
         """Launch this rank's part of a step; rank 0 is told when it has ended."""
@@ -100,11 +102,6 @@ class DeviceFollower:
             self._channel.send(Ended(f"rank {self._index}: {type(error).__name__}: {error}"))
             end_served(0)
         self._channel.send(Ended())
-
-
-def _room(model: Model, config: WorkerConfig, form: Form, layout: KvLayout) -> int:
-    """Return how many pages fit on a rank's device."""
-    return pages_beside(model, config, form.checkpoint, rank_page_bytes(layout, model.rank))
 
 
 def _memory(host: Tensor | None, ranks: GroupRanks, num_pages: int, layout: KvLayout) -> Tensor:

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from pdserve.engine.guesses import AnswerLookup, NgramLookup
 from pdserve.engine.recent_answers import SHORTEST
 from pdserve.engine.runner import EngineRunner, RankPages, Runner
 from pdserve.engine.scheduler import Limits
+from pdserve.executor.device_ranks import Fitting, load_on_devices
 from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import (
@@ -30,7 +32,7 @@ from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
-from pdserve.executor.rank_memory import own_layout, regions_of
+from pdserve.executor.rank_memory import own_layout, rank_page_bytes, regions_of
 from pdserve.executor.ranked import Followers, RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
@@ -91,20 +93,19 @@ def _load(
         _check_limits(config, checkpoint.config, specs, device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
-        limits_of(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
+        _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
-        from pdserve.executor.device_ranks import load_on_devices  # noqa: PLC0415 - which imports this module
-
-        return Loaded(*load_on_devices(config, form, (num_pages, layout), thread, progress))
+        fitting, name = fitting_of(config, checkpoint, layout, num_pages), _name_of_ranks(config)
+        return Loaded(*load_on_devices(config, form, fitting, thread, name, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
         executor = _ranked(config, form, (num_pages, layout), thread, progress)
-        return Loaded(executor, layout, limits_of(config, checkpoint, layout, num_pages))
+        return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
     model = load_form(config, form, device, None, progress)
     check_inputs(config, model)
     if num_pages is None:
-        num_pages = pages_beside(model, config, checkpoint, layout.page_bytes)
-    limits = limits_with(limits_of(config, checkpoint, layout, num_pages), drafts)
+        num_pages = _pages_beside(model, config, checkpoint, layout.page_bytes)
+    limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
     runner = _runner(model, num_pages, config, limits, code)
@@ -131,11 +132,19 @@ def _ranked(
         runner = Runner(model, num_pages, config.page_size, eos_token_ids, memory)
         followers.meet()
         _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
-        name = f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
-        return RankedExecutor(runner, followers, thread, name, config.test_step_s)
+        return RankedExecutor(runner, followers, thread, _name_of_ranks(config), config.test_step_s)
     except BaseException:
         followers.close()
         raise
+
+
+def fitting_of(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int | None) -> Fitting:
+    """Return what each rank with a device of its own needs to know of the pages."""
+
+    def room(model: Model) -> int:
+        return _pages_beside(model, config, checkpoint, rank_page_bytes(layout, model.rank))
+
+    return Fitting(layout, num_pages, partial(_limits, config, checkpoint, layout), room)
 
 
 def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:
@@ -181,7 +190,7 @@ def engine_device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def limits_of(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
+def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
     model_limit, step_tokens = checkpoint.config.max_position_embeddings, max(config.step_tokens.values())
     max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
     if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
@@ -240,7 +249,7 @@ def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
         raise ConfigError(f"{field}: KV pages take {num_bytes} bytes, and {available} are left beside the model")
 
 
-def pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, page_bytes: int) -> int:
+def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, page_bytes: int) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
@@ -311,3 +320,7 @@ def device_name(device: str, cpu_info: str) -> str:
         return torch.cuda.get_device_name(torch.cuda.current_device())[:MAX_CHARACTERS]
     name = cpu_name(cpu_info)[:MAX_CHARACTERS]
     return f"interpreter, {name}" if device == "interpreter" else name
+
+
+def _name_of_ranks(config: WorkerConfig) -> str:
+    return f"{config.degrees}, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]

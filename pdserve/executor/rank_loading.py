@@ -8,8 +8,9 @@ from pdserve.engine.runner import RankPages, Runner
 from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
+from pdserve.executor.loading import describe_layout, fitting_of
 from pdserve.executor.rank_frames import Channel, Ended, Setup
-from pdserve.executor.rank_memory import mapped_pages
+from pdserve.executor.rank_memory import mapped_pages, own_layout
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
@@ -21,7 +22,11 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> Calla
     """Return what does the rank's part of a step and tells rank 0 that it has ended. channel: to rank 0."""
     form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
     if config.device in KERNEL_DEVICES:
-        return DeviceFollower(config, form, setup, channel).follow
+        model = form.checkpoint.config
+        described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)
+        layout = own_layout(model, described, config.degrees)
+        fitting = fitting_of(config, form.checkpoint, layout, setup.num_pages)
+        return DeviceFollower(config, form, fitting, setup, channel).follow
     runner, ranks = _load_on_cpu(config, setup, form, channel)
 
     def follow(plan: StepPlan) -> None:
