@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pdserve.base.signals import end_served
 from pdserve.engine.scheduler import Limits
@@ -21,12 +20,12 @@ from pdserve.executor.executor import Executor
 from pdserve.executor.form import Form, Progress, load_form
 from pdserve.executor.rank_frames import Channel, Ended, Pages, Setup
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
-from pdserve.executor.rank_memory import check_on_devices, mapped_pages, rank_page_bytes
+from pdserve.executor.rank_memory import check_on_devices, rank_page_bytes
 from pdserve.executor.ranked import Followers, Leading, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
-from pdserve.settings.config import WorkerConfig
+from pdserve.settings.config import Device, WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.engine.runner_cuda import CudaRunner
@@ -61,15 +60,14 @@ def load_on_devices(
         with within(START_S, "the ranks' first steps"):
             followers.give_pages(num_pages)
             ranks.join(followers.slots, config.stalled_step_s)
-            memory = _memory(followers.memory, ranks, num_pages, layout)
-            runner = _runner(model, ranks, config, limits, num_pages, memory)
+            runner = _runner(model, ranks, config, limits, num_pages, rank_page_bytes(layout, ranks.rank))
             followers.end()
             runner.capture(Leading(runner, followers, followers.begin).run)
         executor = RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:
         followers.close()
         raise
-    return executor, _unpaired(layout) if config.device == "cuda" else layout, limits
+    return executor, _unpaired(layout, config.device), limits
 
 
 class DeviceFollower:
@@ -85,9 +83,8 @@ class DeviceFollower:
         channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))
         num_pages = channel.receive(Pages).num_pages
         ranks.join(setup.slots, config.stalled_step_s)
-        host = None if setup.pages is None else mapped_pages(setup.pages)
-        memory = _memory(host, ranks, num_pages, fitting.layout)
-        self._runner = _runner(model, ranks, config, fitting.limits(num_pages), num_pages, memory)
+        page_bytes = rank_page_bytes(fitting.layout, ranks.rank)
+        self._runner = _runner(model, ranks, config, fitting.limits(num_pages), num_pages, page_bytes)
 
     def follow(self, plan: StepPlan) -> None:
         """Launch this rank's part of a step; rank 0 is told when it has ended."""
@@ -104,23 +101,17 @@ class DeviceFollower:
         self._channel.send(Ended())
 
 
-def _memory(host: Tensor | None, ranks: GroupRanks, num_pages: int, layout: KvLayout) -> Tensor:
-    """Return zeroed memory for a rank's part of so many pages: the host's, or its device's."""
-    if host is not None:
-        return host
-    return torch.zeros(num_pages * rank_page_bytes(layout, ranks.rank), dtype=torch.uint8, device=ranks.device)
-
-
 def _runner(
-    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, num_pages: int, memory: Tensor
+    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, num_pages: int, page_bytes: int
 ) -> "CudaRunner":
     # A CPU worker has no need of Triton.
     from pdserve.engine.runner_cuda import CudaRunner, DevicePart  # noqa: PLC0415
 
+    memory = torch.zeros(num_pages * page_bytes, dtype=torch.uint8, device=ranks.device)
     return CudaRunner(model, num_pages, config.page_size, limits, None, DevicePart(memory, ranks.spread))
 
 
-def _unpaired(layout: KvLayout) -> KvLayout:
+def _unpaired(layout: KvLayout, device: Device) -> KvLayout:
     """Return the layout of a worker that exchanges pages with nobody: no other process has the same."""
     name = f"{layout.weights_hash}, {secrets.token_hex(8)} alone"
-    return replace(layout, page_digest="splitmix64", weights_hash=name)
+    return replace(layout, page_digest="splitmix64" if device == "cuda" else "xxh3", weights_hash=name)

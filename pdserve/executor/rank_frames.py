@@ -29,7 +29,7 @@ class Setup(msgspec.Struct, array_like=True):
     index: int
     size: int
     slots: int  # the descriptor of the memory in which ranks add, or by which they find each other
-    pages: int | None  # and of that of pages, of all ranks or of this one; None: it lies on the rank's device
+    pages: int | None  # and of that of pages, of all ranks or of this one; None: the rank has a device of its own
     num_pages: int | None  # None: as many as fit on each device
     has_library: bool  # rank 0, which adds as all others do
 

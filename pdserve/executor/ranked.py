@@ -69,7 +69,8 @@ class Followers:
         if self._has_own:
             page_bytes = [rank_page_bytes(layout, Rank.at(index, degrees)) for index in range(size)]
         self.slots, memories = new_pages(0 if own else slots_bytes(degrees)), list[int]()
-        if num_pages is not None and config.device != "cuda":
+        if own is None:
+            assert num_pages is not None, "CPUs have as many pages as they are asked for"
             memories = [new_pages(num_pages * each) for each in page_bytes]
         try:
             for index in range(1, size):
@@ -87,7 +88,7 @@ class Followers:
             raise
         finally:
             mapped = list(map(mapped_pages, memories))
-            self.memory = mapped[0] if mapped else None  # of this rank's pages, if it is the host's
+            self.memory = mapped[0] if mapped else None  # of this rank's pages, unless it has a device
             self.regions = regions_of(mapped, degrees, layout) if self._has_own and mapped else None
             channels = [channel for _, channel in self._children]
             self.ranks = own or ranks_of(Rank.at(0, degrees), mapped_pages(self.slots), channels, config.stalled_step_s)

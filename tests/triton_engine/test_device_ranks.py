@@ -23,13 +23,14 @@ from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
-from pdserve.executor import device_ranks, rank_group
+from pdserve.executor import rank_group
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
 from pdserve.model.weights import Rank
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
 
-RANKS: Mapping[str, object] = {"device": "interpreter", "tensor_parallel_size": 2}
+RANKS: Mapping[str, object] = {"device": "interpreter", "tensor_parallel_size": 2, "role": "mixed"}
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SEEDED = SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_tokens=6, ignore_eos=True)
 WORDS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, bad_word_ids=((1, 2), (3, 4)))  # the host waits
@@ -96,7 +97,7 @@ def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
     assert not ranks()
 
 
-def test_each_rank_has_pages_of_its_own_heads_which_are_scored_and_copied_as_one_rank_does(model: Path) -> None:
+def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_does(model: Path) -> None:
     chunk = Chunk((1, 2, 3), 0, (PageId(5),), (spec(),), targets=Targets((2, 3), 2))
     plans = StepPlan((chunk,)), StepPlan((Chunk((9,), 3, (PageId(4),), (spec((1,)),)),), ((PageId(5), PageId(4)),))
     found = []
@@ -105,13 +106,9 @@ def test_each_rank_has_pages_of_its_own_heads_which_are_scored_and_copied_as_one
             first, second = (engine.executor.start(plan).result(60) for plan in plans)
             (scores,) = first.prompts.values()
             found.append((tokens_of(first), tokens_of(second), scores.top_ids))
-            regions = engine.executor.regions
+            (region,) = engine.executor.regions
+            assert region.page_bytes * (2 if settings is RANKS else 1) == engine.layout.page_bytes
     assert found[0] == found[1]
-    assert [(region.share.heads, region.page_bytes) for region in regions if region.share] == [
-        ((0, 1), engine.layout.page_bytes // 2),
-        ((1, 2), engine.layout.page_bytes // 2),
-    ]
-    assert engine.layout.page_digest == "xxh3_runs"
 
 
 def test_a_request_that_cannot_be_sampled_fails_alone_beside_steps_launched_ahead(model: Path) -> None:
@@ -236,8 +233,10 @@ def test_models_that_were_not_tried_on_ranks_with_devices_are_refused(
     assert not ranks()
 
 
-def test_nobody_else_has_the_layout_of_ranks_on_gpus(model: Path) -> None:
-    with engine_of(config_of(model)) as engine:
-        layout = engine.layout
-    one, other = device_ranks._unpaired(layout), device_ranks._unpaired(layout)
+def test_nobody_else_has_the_layout_of_ranks_with_devices(model: Path) -> None:
+    layouts = []
+    for _ in range(2):
+        with engine_of(config_of(model)) as engine:
+            layouts.append(engine.layout)
+    one, other = layouts
     assert one.difference(other) == f"weights_hash: {one.weights_hash} != {other.weights_hash}"

@@ -25,6 +25,8 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
     [
         ({"mover": "collective"}, "rank_memory: own is not served with this mover yet: collective"),
         ({"device": "cuda"}, "rank_memory: own is not served by one rank on cuda"),
+        ({"device": "interpreter"}, "rank_memory: own is not served by one rank on interpreter"),
+        ({"device": "interpreter", **TWO}, "tensor_parallel_size: 2 on interpreter is not served with this role yet"),
         ({"device": "cuda", **TWO}, "tensor_parallel_size: 2 on cuda is not served with this role yet: decode"),
         ({"device": "cuda", **TWO, "role": "prefill"}, "2 on cuda is not served with this role yet: prefill"),
         (
