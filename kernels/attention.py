@@ -19,7 +19,7 @@ from pdserve.kernels.device import attention as device_attention
 from pdserve.kernels.staging import Staging, aligned, padded
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)  # and multiples of the last: no tile of keys is larger
 MAX_HEAD_DIM = 256
 MAX_VALUE_DIM, MAX_TAIL = 512, 64  # of a latent row
 MAX_GROUP = 128
@@ -55,7 +55,8 @@ class AttentionSpec:
         most = MAX_HEAD_DIM if self.value_dim is None else MAX_VALUE_DIM + MAX_TAIL
         dim_fits = self.head_dim % 16 == 0 and 16 <= self.head_dim <= most
         require(dim_fits, f"head_dim must be a multiple of 16 up to {most}, got {self.head_dim}")
-        require(self.page_size in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
+        size_fits = self.page_size in PAGE_SIZES or self.page_size % PAGE_SIZES[-1] == 0
+        require(size_fits, f"page_size must be one of {PAGE_SIZES} or a multiple of the last, got {self.page_size}")
         require(self.num_pages >= 1, f"num_pages must be positive, got {self.num_pages}")
         require(self.dtype in QUERY_DTYPES, f"dtype must be one of {QUERY_DTYPES}, got {self.dtype}")
         require(math.isfinite(self.scale) and self.scale > 0, f"scale must be positive, got {self.scale}")

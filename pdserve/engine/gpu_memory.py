@@ -7,8 +7,10 @@ import torch
 
 from pdserve.engine.sampler import SCORING_BYTES
 from pdserve.engine.scheduler import Limits
+from pdserve.engine.states_triton import states_spec
 from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.model.family import Model
+from pdserve.model.layer_groups import layer_groups
 from pdserve.model.rope import distinct
 
 LIBRARY_BYTES = 192 << 20  # of libraries' workspaces, on the two streams that launch: an assumption, never measured
@@ -37,6 +39,10 @@ def step_bytes(model: Model, limits: Limits) -> int:
     fixed = SCORING_BYTES + num_kinds * (PARTIALS_BYTES + angles) + LIBRARY_BYTES
     if model.rank.size > 1:
         fixed += GROUP_BYTES + (1 + GRAPH_SHARE) * num_rows * config.vocab_size * element_bytes  # as they are gathered
+    if config.has_states:
+        *_, states = layer_groups(config, 1, powers_of_two=True)  # larger pages have fewer ends
+        most = max(limits.max_num_batched_tokens, num_rows), num_rows
+        fixed += states_spec(config, states.page_size, *most).kept_bytes
     return limits.max_num_batched_tokens * per_token + num_rows * logits + captured + fixed
 
 

@@ -6,13 +6,12 @@ A runner's pool has a row of elements for each page. A group of layers sees it a
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from pdserve.engine.batch import PoolShape
+from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.states import States
-from pdserve.engine.states_compiled import CompiledStates
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Attends, Recurs
 from pdserve.model.config import ModelConfig
@@ -35,8 +34,18 @@ class LayerKind:
     rows: KvRows
 
 
+class KeepsStates(Protocol):
+    """The states of all layers that keep one: see `States`."""
+
+    def plan(self, batch: Batch) -> None: ...
+
+    def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor: ...
+
+    def commit(self) -> None: ...
+
+
 A = TypeVar("A", bound=Attends)
-MakesStates = Callable[[Tensor, LayerGroup, Sequence[tuple[int, ...]]], States | CompiledStates]
+MakesStates = Callable[[Tensor, LayerGroup, Sequence[tuple[int, ...]]], KeepsStates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class ByLayer(Generic[A]):
     parts: tuple[A, ...]  # of each kind
     groups: tuple[int, ...]  # of each kind: whose pages it has
     places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in its group
-    states: States | CompiledStates | None = None
+    states: KeepsStates | None = None
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.attention.Attends`."""

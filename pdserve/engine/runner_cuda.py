@@ -35,6 +35,7 @@ from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import Scores, reported_rows, sampled_tokens, score, score_samples
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
+from pdserve.engine.states_triton import TritonStates
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.family import Model
@@ -123,9 +124,10 @@ class CudaRunner:
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
         self._sizes = graph_sizes(most_samples(limits))
-        make = partial(TritonAttention, part_of(config, model.rank), limits.max_model_len, self._sizes, prompts)
-        self._attention = by_layer(make, model, self.kv, self.groups)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
+        make = partial(TritonAttention, part_of(config, model.rank), limits.max_model_len, self._sizes, prompts)
+        make_states = partial(TritonStates, config, (self._max_tokens, self._sizes[-1]))
+        self._attention = by_layer(make, model, self.kv, self.groups, make_states=make_states)
         self._inputs = Staging(device, (_NUM_INPUTS + len(self.groups)) * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays(device)
@@ -150,6 +152,8 @@ class CudaRunner:
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
         token_ids, logprobs, scores, stuck = self._compute(batch) if batch is not None else (_NOTHING, None, {}, {})
+        if batch is not None and self._attention.states is not None:
+            self._attention.states.commit()  # last: a step that is not launched whole writes no state
         self._in_flight.append(_InFlight(batch, token_ids, logprobs, scores, stuck, self._mark(), started_s))
 
     @torch.inference_mode()
@@ -181,7 +185,8 @@ class CudaRunner:
         chunk = Chunk((0, 0), 0, (PageId(0),), (spec,), other_pages=nothing)
         run(StepPlan((chunk,)))  # two tokens are a prompt to attention
         if self.kv.device.type == "cuda":  # Triton's interpreter has nothing to compile
-            for plan in prompt_steps(self._max_tokens, self._max_model_len, self._pool):
+            most = min(self._max_tokens, self._sizes[-1] * self._max_model_len)  # of one sequence each
+            for plan in prompt_steps(most, self._max_model_len, self._pool):
                 run(plan)
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), (), other_pages=nothing) for _ in range(size))
@@ -263,6 +268,8 @@ class CudaRunner:
             self._fill_in(token_ids, batch)
         for part, group in zip(self._attention.parts, self._attention.groups, strict=True):
             part.plan(batch.of_group(group), positions, slots[group])
+        if self._attention.states is not None:
+            self._attention.states.plan(batch.of_group(len(self.groups) - 1))
         return token_ids
 
     def _send(self, batch: Batch, size: int) -> list[Tensor]:

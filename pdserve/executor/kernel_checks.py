@@ -20,16 +20,19 @@ def check_kernels(device: Device, model: ModelConfig, page_size: int, dtype: tor
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
+    from pdserve.engine.states_triton import states_spec  # noqa: PLC0415
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
+    from pdserve.kernels.states import DTYPES  # noqa: PLC0415
     from pdserve.kernels.tuning import INTERPRETER  # noqa: PLC0415
 
-    kinds = {
-        "windows that begin at multiples of their length": model.attends_in_torch,
-        "layers with a state": model.has_states,
-    }
-    if lacking := next((kind for kind, has in kinds.items() if has), None):
+    if model.attends_in_torch:
+        lacking = "windows that begin at multiples of their length"
         raise ConfigError(f"device: {device} does not serve this model: its kernels have no {lacking} yet")
     try:
+        if model.has_states:
+            states_spec(model, page_size, 1, 1)
+            if dtype not in DTYPES:
+                raise ValueError(f"dtype must be one of {DTYPES} beside states, got {dtype}")
         specs = [
             attention_spec(model, scores, group.page_size, 1, dtype)
             for group in layer_groups(model, page_size, powers_of_two=True)

@@ -275,7 +275,8 @@ def _check_limits(config: WorkerConfig, model: ModelConfig, specs: "list[Attenti
     asked = config.max_model_len or model.max_position_embeddings
     if longest is not None and asked > longest:
         raise ConfigError(f"max_model_len: {asked}; device {config.device} serves this model up to {longest} tokens")
-    if config.attention_backend == "flashinfer" and (reason := why_not(specs, device)):
+    unlike = "its layers keep a state" if model.has_states else ""
+    if config.attention_backend == "flashinfer" and (reason := unlike or why_not(specs, device)):
         raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
 

@@ -114,7 +114,9 @@ class Decoder:
             * config.hidden_size
             * max((of.routing.num_chosen for of in mlps if isinstance(of, design.Experts)), default=0)
         )
-        return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize + made  # experts', in float32
+        own = [each.token_values for each in config.design.recurrent if each is not None]
+        states = max((values * self.dtype.itemsize + floats * 4 for values, floats in own), default=0)
+        return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize + made + states  # experts', in float32
 
     def bytes_read(self, num_rows: int) -> int:
         attentions = sum(weight_bytes(each) for layer in self.layers for each in layer.attention.matrices())

@@ -122,10 +122,6 @@ class Beside:
     attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and of its output
     space_scale: float = 1.0  # of its output
 
-    @property
-    def state_parts(self) -> tuple[int, ...]:
-        return self.space.state_parts
-
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
@@ -271,10 +267,17 @@ class Design:
         return [each.scores for layer in layers if (each := attentions[layer]) is not None]
 
     @property
+    def recurrent(self) -> tuple[Recurrent | StateSpace | None, ...]:
+        """Return of each layer what keeps a state, where something does."""
+        found = (layer.attention for layer in self.layers)
+        return tuple(
+            each.space if isinstance(each, Beside) else each if isinstance(each, Recurrent) else None for each in found
+        )
+
+    @property
     def state_parts(self) -> tuple[tuple[int, ...], ...]:
         """Return of each layer the parts of its state (`state_design`)."""
-        found = (layer.attention for layer in self.layers)
-        return tuple(each.state_parts if isinstance(each, Recurrent | Beside) else () for each in found)
+        return tuple(() if each is None else each.state_parts for each in self.recurrent)
 
     @property
     def state_sizes(self) -> tuple[int, ...]:

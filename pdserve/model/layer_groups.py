@@ -47,9 +47,10 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
     """Return the groups of a model; pages of the smallest hold `page_size` tokens.
 
     powers_of_two: page sizes are powers of two up to 128, as kernels on GPUs want them: some may be smaller, then.
+    With states they may be multiples of 128.
     """
     if config.has_states:
-        return _with_states(config, page_size)
+        return _with_states(config, page_size, powers_of_two=powers_of_two)
     of_layers = config.windows
     found = {window for window in of_layers if window is not None}
     full = tuple(place for place, window in enumerate(of_layers) if window is None)
@@ -79,12 +80,15 @@ def held_by(rank: Rank, config: ModelConfig, groups: tuple[LayerGroup, ...]) -> 
     return (replace(group, layers=layers, num_kv_heads=heads.stop - heads.start),)
 
 
-def _with_states(config: ModelConfig, page_size: int) -> tuple[LayerGroup, ...]:
+def _with_states(config: ModelConfig, page_size: int, *, powers_of_two: bool) -> tuple[LayerGroup, ...]:
     """Return the groups of a model some of whose layers keep a state."""
     sizes, attentions = config.design.state_sizes, config.design.attentions
     full = tuple(place for place, each in enumerate(attentions) if each is not None)
     elements = STATE_ITEM * sum(sizes)
     token = len(full) * config.kv_parts * config.num_kv_heads * config.head_dim
-    page_size *= -(-elements // (token * page_size))
+    needed = -(-elements // token)
+    if powers_of_two:
+        page_size = max(page_size, min(LARGEST_POWER, 1 << (needed - 1).bit_length()))
+    page_size *= -(-needed // page_size)
     keeping = tuple(place for place, size in enumerate(sizes) if size)
     return LayerGroup("full", full, page_size), LayerGroup("state", keeping, page_size, STATE_WINDOW, elements)

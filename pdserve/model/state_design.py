@@ -1,6 +1,8 @@
 """What layers consist of that keep a state of a sequence, whose size does not depend on its length. Free of torch.
 
-`state_parts` counts float32 values: of the last inputs of a convolution, and of a memory where there is one.
+`state_parts` counts float32 values: of the last inputs of a convolution, and of a memory where there is one. `changes`
+counts those by which a token changes the memory: keys, and of each head what it learns and how much is left.
+`token_values` counts what a token needs while its layer is computed: values of the model's type, and of float32.
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,14 @@ class ShortConv:
     @property
     def state_parts(self) -> tuple[int, ...]:
         return (self.channels * (self.kernel - 1),)
+
+    @property
+    def changes(self) -> int:
+        return 0
+
+    @property
+    def token_values(self) -> tuple[int, int]:
+        return 4 * self.channels, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,15 @@ class GatedDelta:
     @property
     def state_parts(self) -> tuple[int, ...]:
         return self.channels * (self.kernel - 1), self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def changes(self) -> int:
+        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+
+    @property
+    def token_values(self) -> tuple[int, int]:
+        width = self.value_heads * self.value_dim
+        return self.channels + 2 * width + 2 * self.value_heads, self.channels + width
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +89,15 @@ class StateSpace:
     @property
     def state_parts(self) -> tuple[int, ...]:
         return self.channels * (self.kernel - 1), self.inner_size * self.state_dim
+
+    @property
+    def changes(self) -> int:
+        return self.groups * self.state_dim + self.heads * (self.head_dim + 1)
+
+    @property
+    def token_values(self) -> tuple[int, int]:
+        taken = self.inner_size + self.channels + self.heads  # and scaled
+        return 2 * taken + self.inner_size, self.channels + self.inner_size
 
 
 Recurrent = ShortConv | GatedDelta  # which have no attention

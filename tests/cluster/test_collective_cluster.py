@@ -19,6 +19,7 @@ pytestmark = pytest.mark.long
         pytest.param((), 8, 16, "llama3", {}, id="in place"),
         pytest.param(INTERPRETED, 3, 4, "llama3", {}, id="staged, as pages of a GPU"),
         pytest.param(INTERPRETED, 3, 4, "deepseek-v3", {"num_hidden_layers": 1}, id="staged, of latent rows"),
+        pytest.param(INTERPRETED, 3, 4, "lfm2", {}, id="staged, with states"),
     ],
 )
 def test_answers_do_not_depend_on_what_carries_the_pages(

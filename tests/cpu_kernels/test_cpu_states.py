@@ -13,97 +13,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from recurrences import KINDS, drawn, expected, layer, num_inputs
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from pdserve.kernels.cpu.calls import Immediate, Program
-from pdserve.kernels.cpu.states import Gating, Heads, PagedStates, Recurrence, scale
+from pdserve.kernels.cpu.states import PagedStates, Recurrence, scale
 
 SPAN, FIRST = 8, 5  # tokens of a page; values before a layer's in a page
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 Cut = tuple[int, int, int]  # sequence, first token, end
-KINDS = ("conv", "delta", "delta of two widths", "delta of wide heads", "space", "space without norm", "norm first")
 LENGTHS = (1, 2, 7, 8, 9, 16, 33)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7 * sum(shape)))
-
-
-def layer(kind: str, dtype: torch.dtype) -> Recurrence:
-    """Return a random layer, and the features of its inputs."""
-    if kind == "conv":
-        return Recurrence(weight=drawn(3, 21), bias=drawn(21), inputs_at=42, gates_at=21)
-    is_space = kind not in ("delta", "delta of two widths", "delta of wide heads")
-    count, groups, key_dim, value_dim = {
-        "delta": (6, 2, 16, 24), "delta of two widths": (2, 1, 9, 70), "delta of wide heads": (2, 2, 128, 128),
-    }.get(kind, (4, 2, 24, 20))  # fmt: skip
-    keys, values = groups * key_dim, count * value_dim
-    channels = 2 * keys + values
-    gating = Gating(norm=(1 + 0.1 * drawn(value_dim)).to(dtype), part=value_dim, eps=1e-6, rounds=True)
-    if is_space:
-        norm = (1 + 0.1 * drawn(values)).to(dtype)
-        gating = Gating(norm=norm, part=values // groups, eps=1e-5, gates_first=kind == "space", scale=0.5)
-        gating = Gating(scale=0.5) if kind == "space without norm" else gating
-    heads = Heads(
-        count=count, groups=groups, key_dim=key_dim, value_dim=value_dim, order="vkq" if is_space else "qkv",
-        rates_at=values + channels, betas_at=None if is_space else values + channels + count,
-        rate=-drawn(count).abs(), rate_bias=drawn(count, seed=1), direct=drawn(count) if is_space else None,
-        gating=gating,
-    )  # fmt: skip
-    bias = drawn(channels) if is_space else None
-    return Recurrence(weight=drawn(4, channels) / 2, bias=bias, inputs_at=values, gates_at=0, heads=heads)
-
-
-def num_inputs(of: Recurrence) -> int:
-    channels = of.weight.shape[1]
-    return 3 * channels if of.heads is None else of.width + channels + 2 * of.heads.count
-
-
-def expected(of: Recurrence, taken: Tensor) -> Tensor:
-    """Compute a sequence of inputs from its beginning, as the formulas say."""
-    x, (kernel, channels) = taken.double(), of.weight.shape
-    inputs, gates = x[:, of.inputs_at : of.inputs_at + channels], x[:, of.gates_at : of.gates_at + of.width]
-    if of.heads is None:
-        inputs = (x[:, :channels] * inputs).to(taken.dtype).double()
-    padded = torch.cat((inputs.new_zeros(kernel - 1, channels), inputs))
-    sums = sum(padded[i : i + len(x)] * of.weight[i].double() for i in range(kernel))
-    sums = sums + (0.0 if of.bias is None else of.bias.double())
-    if of.heads is None:
-        return gates * sums
-    heads, made = of.heads, []
-    keys, values = heads.groups * heads.key_dim, of.width
-    widths = [values if name == "v" else keys for name in heads.order]
-    parts = dict(zip(heads.order, silu(sums).split(widths, 1), strict=True))
-    steps = softplus(x[:, heads.rates_at : heads.rates_at + heads.count] + heads.rate_bias.double())
-    memory = x.new_zeros(heads.count, heads.key_dim, heads.value_dim)
-    for t in range(len(x)):
-        q, k = (parts[each][t].view(heads.groups, -1) for each in "qk")
-        v = parts["v"][t].view(heads.count, -1)
-        if heads.betas_at is not None:
-            q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-            q = q * heads.key_dim**-0.5
-        q, k = (each.repeat_interleave(heads.count // heads.groups, 0) for each in (q, k))
-        memory = memory * (heads.rate.double() * steps[t]).exp()[:, None, None]
-        if heads.betas_at is None:
-            learnt = v * steps[t][:, None]
-        else:
-            beta = x[t, heads.betas_at : heads.betas_at + heads.count].sigmoid()
-            learnt = (v - torch.einsum("hkv,hk->hv", memory, k)) * beta[:, None]
-        memory = memory + k[:, :, None] * learnt[:, None]
-        direct = 0.0 if heads.direct is None else heads.direct.double()[:, None] * v
-        made.append((torch.einsum("hkv,hk->hv", memory, q) + direct).flatten())
-    return gated(heads.gating, torch.stack(made), silu(gates))
-
-
-def gated(of: Gating, made: Tensor, gates: Tensor) -> Tensor:
-    if of.norm is None:
-        return made * gates * of.scale
-    made = made * gates if of.gates_first else made
-    parts = made.view(len(made), -1, of.part)
-    normed = parts * (parts.square().mean(-1, keepdim=True) + of.eps).rsqrt()
-    weights = of.norm.double().repeat(made.shape[1] // len(of.norm))
-    return normed.flatten(1) * weights * (1.0 if of.gates_first else gates) * of.scale
 
 
 class Sequences:

@@ -26,10 +26,11 @@ IN_EACH_RUN = [
     ((8, 1), 128),
     ((9, 3), 16),
     ((9, 3), 128),
+    ((8, 2), 384),
 ]  # all of both
 HEADS_AND_PAGES = [
     pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.long)
-    for case in itertools.product(HEADS, (16, 64, 128))
+    for case in itertools.product(HEADS, (16, 64, 128, 384))
 ]
 HEAD_DIMS = [64, 80, 96, 128, 256]
 DEEPSEEK = (512, 64)  # features of a latent, and of the key that turns

@@ -1,6 +1,7 @@
 """Layers with a state: many tokens at once leave what they leave one by one, and a step that fails leaves nothing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.executor.kernel_checks import check_kernels
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.loading import _check_limits, describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.model.recurrent import BLOCK, Convolution, DeltaTokens, delta_rule
+from pdserve.settings.config import WorkerConfig
 
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 
@@ -156,9 +158,21 @@ def _fail(*_: object) -> None:
     raise RuntimeError("sampling failed")
 
 
-def test_kernels_of_gpus_refuse_a_model_with_states_by_name(config: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"device: interpreter .* no layers with a state yet"):
-        check_kernels("interpreter", config, 16, torch.float32)
+def test_kernels_of_gpus_refuse_float16_and_states_of_several_shapes_by_name(config: ModelConfig) -> None:
+    assert len(check_kernels("interpreter", config, 16, torch.float32)) == 1
+    with pytest.raises(ConfigError, match=r"device: interpreter .* dtype must be one of .* beside states"):
+        check_kernels("interpreter", config, 16, torch.float16)
+    first, *others = config.design.layers
+    other = replace(first, attention=replace(first.attention, kernel=3))
+    unlike = replace(config, design=replace(config.design, layers=(other, *others)))
+    with pytest.raises(ConfigError, match=r"device: interpreter .* layers keep states of 2 shapes"):
+        check_kernels("interpreter", unlike, 16, torch.float32)
+
+
+def test_flashinfer_is_refused_beside_states_by_name(config: ModelConfig) -> None:
+    worker = WorkerConfig.model_construct(device="cuda", max_model_len=None, attention_backend="flashinfer")
+    with pytest.raises(ConfigError, match="attention_backend: flashinfer is not used: its layers keep a state"):
+        _check_limits(worker, config, [], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("page_size", [16, 32])

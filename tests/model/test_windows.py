@@ -4,22 +4,19 @@ other pages, and no token changes by it.
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from model_zoo import STATES, VOCAB, first_disagreement, load_oracle, prompt, write_model
+from spoilt_pages import CHUNK, Engine
 from transformers import PreTrainedModel
 
 from pdserve.base.errors import ConfigError
-from pdserve.base.ids import Attempt, PageId, RequestId
 from pdserve.checkpoint.hf_directory import open_directory
-from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of, pool_size
 from pdserve.engine.runner import Runner
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.executor.form import KERNEL_DEVICES
 from pdserve.executor.loading import describe_layout
 from pdserve.model.config import ModelConfig
@@ -27,13 +24,11 @@ from pdserve.model.family import Model
 from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import load_model
 from pdserve.protocol.paging import CHUNKS_AT_ONCE
-from pdserve.protocol.prefix_hash import PrefixHasher
-from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Device
 
 pytestmark = pytest.mark.slow
 
-WINDOW, CHUNK = 96, 40
+WINDOW = 96
 AHEAD = 4  # pages that a sequence may hold for tokens to come
 WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "llama4", "ministral", "olmo3", *STATES)
 ALWAYS = ("gemma2", "gemma3", "lfm2", "qwen3.5")
@@ -46,45 +41,6 @@ BASE = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-
-
-@dataclass
-class Engine:
-    """A model, few pages and a scheduler. Whatever nobody needs any more is overwritten after each step."""
-
-    model: Model
-    num_pages: int
-    page_size: int
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    held: list[int] = field(default_factory=list)  # pages, while each step ran
-
-    def __post_init__(self) -> None:
-        self.runner = Runner(self.model, self.num_pages, self.page_size)
-        self.cache = KvCache(self.num_pages, paging_of(self.runner.groups), PrefixHasher(b"secret", "model"))
-        self.scheduler = Scheduler(self.cache, Limits(4, CHUNK, 1000, frozenset()))
-
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[Sequence]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        sequences = []
-        for token_ids in prompts:
-            number = len(self.tokens)
-            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(token_ids), len(token_ids), params, (0,))
-            sequences.append(Sequence(job, (0,), list(token_ids), number))
-            self.tokens[number] = []
-            self.scheduler.add(sequences[-1])
-        while (plan := self.scheduler.plan()) is not None:
-            self.held.append(self.cache.pool.num_held)
-            for outcome in self.scheduler.commit(plan, self.runner.run(plan)):
-                if isinstance(outcome, Sampled):
-                    self.tokens[outcome.sequence.order] += [token.token_id for token in outcome.tokens]
-            self._spoil()
-        self.cache.check()
-        return sequences
-
-    def _spoil(self) -> None:
-        cached = {page for _, _, pages in self.cache.indexed for page in pages}
-        unneeded = [page for page in range(self.num_pages) if self.cache.pool.is_free(PageId(page))]
-        self.runner.kv[[page for page in unneeded if page not in cached]] = torch.nan
 
 
 @pytest.fixture
@@ -110,7 +66,7 @@ def test_tokens_are_those_of_transformers_however_few_pages_there_are(folder: Pa
     shared = prompt(170)
     prompts = [prompt(300), [*shared, *prompt(30, 1)], prompt(7), prompt(WINDOW - 1), prompt(WINDOW + 1)]
     paging = paging_of(layer_groups(model.config, page_size))
-    engine = Engine(model, paging.num_pages(460) + 4, page_size)
+    engine = Engine(Runner(model, paging.num_pages(460) + 4, page_size))
     engine.generate(prompts, 60)
     again = engine.generate([[*shared, *prompt(30, 2)], prompts[1]], 60)
     assert again[1].num_cached_tokens > 0 or page_size > 16, "of larger pages, there are too few to keep it"
@@ -125,7 +81,7 @@ def test_a_prompt_fits_that_would_not_with_all_pages_of_its_windows(folder: Path
     model, oracle = loaded(folder)
     text = prompt(900)
     paging = paging_of(layer_groups(model.config, 16))
-    engine = Engine(model, paging.most_pages(960, CHUNK) + paging.num_pages(60), 16)
+    engine = Engine(Runner(model, paging.most_pages(960, CHUNK) + paging.num_pages(60), 16))
     assert engine.num_pages < paging.num_pages(900)
     engine.generate([text], 12)
     assert engine.scheduler.num_preemptions == 0
@@ -141,7 +97,7 @@ def test_a_prompt_fits_that_would_not_with_all_pages_of_its_windows(folder: Path
 @pytest.mark.parametrize("family", ["gemma3"])
 def test_a_long_sequence_holds_what_its_windows_and_its_full_layers_need(folder: Path) -> None:
     model, _ = loaded(folder)
-    engine = Engine(model, 400, 16)
+    engine = Engine(Runner(model, 400, 16))
     engine.generate([prompt(600)], 100)
     full, window = engine.runner.groups
     assert (len(full.layers), len(window.layers), full.page_size, window.page_size) == (1, 5, 80, 16)

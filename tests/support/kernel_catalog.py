@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels import experts, pageio, products, sample
+from pdserve.kernels import experts, pageio, products, sample, states
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.code_blocks import BLOCK, CodeBlocks, Kind
+from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
 from pdserve.kernels.tuning import Device
 
 CHIPS = {
@@ -37,7 +38,7 @@ class Case:
 
 def cases() -> list[Case]:
     """List every kernel in its shipping forms."""
-    return [*attention_cases(), *page_cases(), *row_cases(), *expert_cases(), *product_cases()]
+    return [*attention_cases(), *page_cases(), *state_cases(), *row_cases(), *expert_cases(), *product_cases()]
 
 
 def attention_cases() -> list[Case]:
@@ -71,6 +72,71 @@ def page_cases() -> list[Case]:
         Case("rope and write latents", lambda chip: _latents_write(), hot=True),
         Case("digest pages", lambda chip: pageio.page_digests(_kv(LLAMA), _ids(ROWS)), hot=True),
     ]
+
+
+def state_cases() -> list[Case]:
+    """List recurrences over states, of single tokens and of a prompt beside them, with what keeps states."""
+    layers = {"delta net": delta_net(META), "state space": state_space(META), "short convolution": short_conv(META)}
+    return [Case(name, lambda chip, of=of: _recur(of), hot=True) for name, of in layers.items()]  # type: ignore[misc]
+
+
+def delta_net(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Recurrence:
+    """Return a layer of Qwen3-Next 80B-A3B."""
+    count, groups, dim = 32, 16, 128
+    channels, values = (2 * groups + count) * dim, count * dim
+    gating = Gating(norm=torch.ones(dim, dtype=dtype, device=device), part=dim, eps=1e-6, rounds=True)
+    at = channels + values
+    heads = Heads(
+        count=count, groups=groups, key_dim=dim, value_dim=dim, order="qkv", rates_at=at + count, betas_at=at,
+        rate=-_floats(device, count), rate_bias=_floats(device, count), gating=gating,
+    )  # fmt: skip
+    return Recurrence(weight=_floats(device, 4, channels), inputs_at=0, gates_at=channels, heads=heads)
+
+
+def state_space(device: torch.device) -> Recurrence:
+    """Return a layer of Falcon-H1 7B."""
+    count, dim, state = 24, 128, 256
+    values = count * dim
+    channels = values + 2 * state
+    heads = Heads(
+        count=count, groups=1, key_dim=state, value_dim=dim, order="vkq", rates_at=values + channels,
+        rate=-_floats(device, count), rate_bias=_floats(device, count), direct=_floats(device, count), gating=Gating(),
+    )  # fmt: skip
+    weight, bias = _floats(device, 4, channels), _floats(device, channels)
+    return Recurrence(weight=weight, bias=bias, inputs_at=values, gates_at=0, heads=heads)
+
+
+def short_conv(device: torch.device) -> Recurrence:
+    """Return a layer of LFM2 1.2B."""
+    return Recurrence(weight=_floats(device, 3, 2048), inputs_at=2 * 2048, gates_at=2048)
+
+
+def num_taken(of: Recurrence) -> int:
+    """Return the features of a layer's input."""
+    channels = of.weight.shape[1]
+    if of.heads is None:
+        return 3 * channels
+    return of.width + channels + of.heads.count * (1 if of.heads.betas_at is None else 2)
+
+
+def states_spec_of(of: Recurrence, num_layers: int, max_tokens: int, max_seqs: int) -> states.StatesSpec:
+    """Return what the kernels are to know of some such layers."""
+    heads = of.heads
+    changes = 0 if heads is None else heads.groups * heads.key_dim + heads.count * (heads.value_dim + 1)
+    return states.StatesSpec(num_layers, of.kept_inputs, of.memory, changes, 1024, max_tokens, max_seqs)
+
+
+def _floats(device: torch.device, *shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float32, device=device)
+
+
+def _recur(of: Recurrence) -> None:
+    spec = states_spec_of(of, 2, 2 * ROWS, ROWS)
+    pool = _empty(64, 2 * (of.kept_inputs + of.memory), dtype=torch.float32)
+    paged, lens = states.PagedStates(pool, spec), np.array([1, ROWS])
+    paged.plan(np.zeros((2, 4), dtype=np.int64), lens, np.array([70, 2 * ROWS]))
+    paged.recur(of, 1, _empty(1 + ROWS, num_taken(of)))
+    paged.keep()
 
 
 def row_cases() -> list[Case]:

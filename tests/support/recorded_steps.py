@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from unittest import mock
 
 import torch
@@ -48,6 +48,15 @@ LATENTS = {  # of heads that share a row, in a layer without experts and one wit
     "n_group": 4,
     "topk_group": 2,
     "moe_intermediate_size": 64,
+}
+STATES = {  # a delta net, and attention whose pages have as many tokens as those above
+    **CONFIG,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 SAMPLED = {
     "greedy": SamplingParams(temperature=0.0),
@@ -94,6 +103,12 @@ def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
     yield "scored", (StepPlan((scored,)),)
 
 
+def with_states(plan: StepPlan) -> StepPlan:
+    """Return a step with a second group of pages, of other pages of the pool."""
+    chunks = [replace(c, other_pages=(tuple(PageId(NUM_PAGES - 1 - p) for p in c.pages),)) for c in plan.chunks]
+    return replace(plan, chunks=tuple(chunks))
+
+
 def runner_of(config: ModelConfig) -> CudaRunner:
     with mock.patch.object(loading, "ops_for", return_value=CudaOps()):
         model = loading.load_model(config, loading.dummy_weights(config), torch.bfloat16, device=DEVICE)
@@ -101,9 +116,12 @@ def runner_of(config: ModelConfig) -> CudaRunner:
 
 
 def main() -> None:
-    plain, latents = (runner_of(ModelConfig.from_hf(each)) for each in (CONFIG, LATENTS))
+    plain, latents, states = (runner_of(ModelConfig.from_hf(each)) for each in (CONFIG, LATENTS, STATES))
     found = [(name, plain, plans) for name, plans in steps()]
     found += [(f"{name}, latents", latents, plans) for name, plans in steps() if name in ("warm-up 0", "greedy")]
+    for name, plans in steps():
+        if not name.startswith("warm-up"):
+            found.append((f"{name}, states", states, tuple(map(with_states, plans))))
     for name, runner, plans in found:
         with recorded_device() as seen:
             for plan in plans:

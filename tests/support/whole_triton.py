@@ -1,6 +1,7 @@
 """The attention of all layers of a model through Triton's kernels, as a runner has it, planned for one batch."""
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from torch import Tensor
 
@@ -8,6 +9,7 @@ from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch
 from pdserve.engine.layer_kinds import ByLayer, by_layer, pool_shape
 from pdserve.engine.runner_cuda import step_inputs
+from pdserve.engine.states_triton import TritonStates
 from pdserve.engine.step import StepPlan
 from pdserve.kernels.staging import Staging
 from pdserve.model.family import Model
@@ -25,10 +27,15 @@ def triton_attention(
     """Return token ids and attention. limits: the longest context, and the sizes of decode steps; room: of padding."""
     config = model.config
     groups = layer_groups(config, kv.shape[4]) if groups is None else groups
-    attention = by_layer(lambda kind: TritonAttention(config, *limits, None, kind), model, kv, groups)
+    make_states = partial(TritonStates, config, (plan.num_tokens + room, 1))
+    attention = by_layer(
+        lambda kind: TritonAttention(config, *limits, None, kind), model, kv, groups, make_states=make_states
+    )
     pool = pool_shape(config, len(kv), groups)
     batch = Batch.of(plan, pool)
     token_ids, positions, *slots = Staging(kv.device).send(*step_inputs(batch, pool, batch.num_tokens + room))
     for part, group in zip(attention.parts, attention.groups, strict=True):
         part.plan(batch.of_group(group), positions, slots[group])
+    if attention.states is not None:
+        attention.states.plan(batch.of_group(len(groups) - 1))
     return token_ids, attention

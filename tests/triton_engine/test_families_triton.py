@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import spec
-from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
+from model_zoo import MORE_FAMILIES, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
 
 from pdserve.base.ids import PageId
 from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch
-from pdserve.engine.layer_kinds import pool_shape, pool_size
+from pdserve.engine.layer_kinds import ByLayer, pool_shape, pool_size
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
@@ -50,13 +52,15 @@ def logits_of(model: Decoder, *, with_triton: bool) -> list[Tensor]:
     found = []
     for step in STEPS:
         plan = step if len(groups) == 1 else in_two_groups(step)
+        attention: ByLayer[TritonAttention] | ByLayer[TorchAttention]
         if with_triton:
             token_ids, attention = triton_attention(model, kv, plan, (64, (1, 2)), 0, groups)
-            found.append(model.forward(token_ids, attention, None))
         else:
-            batch = Batch.of(plan, pool_shape(config, NUM_PAGES, groups))
-            plain = torch_attention(model, kv, plan, groups)
-            found.append(model.forward(torch.from_numpy(batch.token_ids), plain, None))
+            token_ids = torch.from_numpy(Batch.of(plan, pool_shape(config, NUM_PAGES, groups)).token_ids)
+            attention = torch_attention(model, kv, plan, groups)
+        found.append(model.forward(token_ids, attention, None))
+        if attention.states is not None:
+            attention.states.commit()
     return found
 
 
@@ -88,7 +92,7 @@ ALWAYS = ("deepseek-v3", "gemma2", "glm4", "gpt-oss", "granite", "hunyuan", "smo
     [
         pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long)
         for each in MORE_FAMILIES
-        if each not in (*STATES, "llama4")  # which the kernels do not have
+        if each != "llama4"  # which the kernels do not have
     ],
 )
 def test_logits_over_kernels_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:

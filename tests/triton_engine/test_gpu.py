@@ -104,9 +104,10 @@ def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
 
 
 @pytest.mark.long
-def test_an_engine_over_latent_rows_draws_the_tokens_of_the_cpus() -> None:
+@pytest.mark.parametrize("family", ["deepseek-v3, 16 heads", "qwen3.5, delta nets", "falcon-h1", "lfm2"])
+def test_an_engine_over_other_rows_than_k_and_v_draws_the_tokens_of_the_cpus(family: str) -> None:
     """Of prompts that are computed in chunks, beside sequences that decode."""
-    found = Texts.of("deepseek-v3, 16 heads", torch.device("cpu"), (15, 17, 3, 60), 4)
+    found = Texts.of(family, torch.device("cpu"), (15, 17, 3, 60), 4)
     assert (found.unlike_the_cpus, found.unlike_ahead, found.unlike_guessed) == ([], [], [])
 
 

@@ -25,13 +25,20 @@ def steps() -> dict[str, dict[str, Any]]:
 
 def test_no_step_gives_the_device_what_lies_on_the_host_or_waits_for_it(steps: dict[str, dict[str, Any]]) -> None:
     assert len(steps) > 15
-    assert "greedy, latents" in steps
+    assert {"greedy, latents", "greedy, states", "copies, states"} <= steps.keys()
     assert {name: step["mixed"] for name, step in steps.items() if step["mixed"]} == {}
     assert {name: step["waits"] for name, step in steps.items() if step["waits"]} == {}
 
 
 def test_a_layer_takes_five_kernels_beside_its_products(steps: dict[str, dict[str, Any]]) -> None:
     assert steps["greedy"]["kernels"][: 2 * len(LAYER) + 3] == [*LAYER, *LAYER, "rms_norm", "scan", "choose"]
+
+
+def test_states_are_written_once_for_all_layers_behind_the_samples(steps: dict[str, dict[str, Any]]) -> None:
+    kernels = [name for name in steps["greedy, states"]["kernels"] if name != "combine"]
+    layer = ["rms_norm", "convolve", "recur", "gate", "rms_norm", "silu_mul"]
+    step = [*layer, *LAYER, "rms_norm", "scan", "choose", "keep"]
+    assert kernels == [*step, *step]
 
 
 def test_what_comes_back_of_a_step_is_its_tokens(steps: dict[str, dict[str, Any]]) -> None:

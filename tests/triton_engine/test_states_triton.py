@@ -1,0 +1,158 @@
+"""Layers with a state over the kernels of GPUs, interpreted: the tokens of transformers, whatever becomes of pages."""
+
+import itertools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy_runs import greedy_texts, spec
+from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
+from spoilt_pages import LIMITS, Engine
+from torch import Tensor
+from whole_triton import triton_attention
+
+from pdserve.base.ids import PageId
+from pdserve.checkpoint.hf_directory import open_directory, read_weights
+from pdserve.engine.gpu_memory import step_bytes
+from pdserve.engine.layer_kinds import paging_of, pool_size
+from pdserve.engine.runner_cuda import CudaRunner
+from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.states_triton import TritonStates, states_spec
+from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.model.config import ModelConfig
+from pdserve.model.decoder import Decoder
+from pdserve.model.family import Model, Tensors
+from pdserve.model.layer_groups import LayerGroup, layer_groups
+from pdserve.model.loading import load_model
+from pdserve.model.ops_cuda import CudaOps
+from pdserve.model.stacked import apart
+
+DELTA_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+# Whose pages have 16 or 32 tokens: interpreted kernels are slow.
+SHAPES = {
+    "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2, **DELTA_HEADS},
+    "qwen3.5": DELTA_HEADS,
+    "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
+    "lfm2": {},
+}
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    return load_model(config, open_directory(folder).weights(), dtype)
+
+
+of_families = pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.long if each == "qwen3.5" else ()) for each in STATES]
+)
+
+
+@of_families
+def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(family: str, tmp_path: Path) -> None:
+    """Prompts come in chunks beside sequences that decode; in few pages they are preempted, in more found again."""
+    folder = write_model(family, tmp_path, **SHAPES[family])
+    model, oracle = loaded(folder), load_oracle(folder)
+    paging = paging_of(layer_groups(model.config, 16, powers_of_two=True))
+    span = paging.span
+    shared = prompt(span + 2)
+    few = [prompt(span - 1, 3), prompt(7), [*shared, *prompt(span - 4, 1)]]
+    engine = Engine(CudaRunner(model, paging.num_pages(span) * 2 + 1, 16, LIMITS))
+    engine.generate(few, 8)
+    assert engine.scheduler.num_preemptions > 0
+    again = Engine(CudaRunner(model, 10, 16, LIMITS))
+    more = [[*shared, *prompt(9, 2)], [*shared, *prompt(20, 4)], prompt(3)]
+    again.generate(more[:1], 1)
+    found, _ = again.generate(more[1:], 6)
+    assert found.num_cached_tokens == span
+    for prompts, tokens in ((few, engine.tokens), (more, again.tokens)):
+        for number, token_ids in enumerate(prompts):
+            assert first_disagreement(oracle, token_ids, tokens[number]) is None
+
+
+@pytest.mark.parametrize("family", ["falcon-h1", "lfm2"])
+def test_a_launch_that_fails_behind_its_layers_advances_no_state(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(family, tmp_path, **SHAPES[family])
+    runner = CudaRunner(loaded(folder), 10, 16, LIMITS)
+    expected = greedy_texts(runner, [prompt(9), prompt(5)], 4)
+    sample, count = KernelSampler.sample, itertools.count()
+
+    def failing(self: KernelSampler, *given: Any) -> Tensor:  # noqa: ANN401 - whatever it takes
+        if next(count) % 2 == 0:
+            raise RuntimeError("sampling failed")
+        return sample(self, *given)
+
+    monkeypatch.setattr(KernelSampler, "sample", failing)
+    assert greedy_texts(Twice(runner), [prompt(9), prompt(5)], 4) == expected
+
+
+@dataclass
+class Twice:
+    """Runs each step again that fails."""
+
+    runner: CudaRunner
+
+    @property
+    def kv(self) -> Tensor:
+        return self.runner.kv
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return self.runner.groups
+
+    def run(self, plan: StepPlan) -> StepResult:
+        with pytest.raises(RuntimeError, match="sampling failed"):
+            self.runner.run(plan)
+        return self.runner.run(plan)
+
+
+def test_a_state_that_is_not_kept_on_a_gpu_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model("lfm2", tmp_path)
+    monkeypatch.setattr(TritonStates, "commit", lambda _: None)
+    (answer,) = greedy_texts(CudaRunner(loaded(folder), 10, 16, LIMITS), [prompt(9)], 6)
+    assert first_disagreement(load_oracle(folder), prompt(9), answer) is not None
+
+
+@of_families
+@torch.inference_mode()
+def test_in_bfloat16_logits_over_kernels_are_as_near_as_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Of a prompt, and of a token behind the state that it leaves, which is float32."""
+    folder = write_model(family, tmp_path, **SHAPES[family])
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    weights = Tensors(apart(read_weights(folder), config), torch.bfloat16, torch.device("cpu"))
+    model, oracle, text = Decoder.build(config, weights, CudaOps()), load_oracle(folder), prompt(21)
+    groups = layer_groups(config, 16, powers_of_two=True)
+    kv = torch.zeros(pool_size(config, 8, groups, config.head_dim), dtype=torch.bfloat16)
+    found = []
+    for first, part in ((0, text[:-1]), (len(text) - 1, text[-1:])):
+        chunk = Chunk(part, first, (PageId(0), PageId(1)), (spec(),), other_pages=((PageId(2), PageId(3)),))
+        token_ids, attention = triton_attention(model, kv, StepPlan((chunk,)), (64, (1, 2)), 0, groups)
+        found.append(model.forward(token_ids, attention, None))
+        assert attention.states is not None
+        attention.states.commit()
+    exact = oracle(torch.tensor([text])).logits[0]
+    theirs = oracle.bfloat16()(torch.tensor([text])).logits[0].float()
+    assert (torch.cat(found).float() - exact).square().mean().sqrt() < 1.5 * (theirs - exact).square().mean().sqrt()
+
+
+def test_a_gpu_has_room_for_what_the_largest_step_keeps_beside_states(tmp_path: Path) -> None:
+    folder = write_model("falcon-h1", tmp_path)
+    model = loaded(folder)
+    (each,) = set(model.config.design.recurrent)
+    assert each is not None
+    num_layers, limits = model.config.num_layers, Limits(4, 100, 500, frozenset())
+    runner = CudaRunner(model, 10, 16, limits)
+    states = runner._attention.states
+    assert isinstance(states, TritonStates)
+    kept = [tensor for tensor in vars(states._paged).values() if isinstance(tensor, Tensor)]
+    beside = sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() != runner.kv.data_ptr())
+    assert beside >= 4 * num_layers * 100 * each.changes
+    assert states_spec(model.config, runner.groups[0].page_size, 100, 4).kept_bytes == beside
+    larger = replace(limits, max_num_batched_tokens=101)
+    more = step_bytes(model, larger) - step_bytes(model, limits)
+    assert more >= model.activation_bytes() + 4 * num_layers * each.changes
