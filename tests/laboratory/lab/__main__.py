@@ -16,6 +16,7 @@ from lab.cpu_share import held
 from lab.decoding import FAMILIES, measure_decoding
 from lab.drafting import DraftBench, Drafted
 from lab.drain import measure_drain
+from lab.handoffs import SHAPES, measure_handoffs
 from lab.mixtures import measure_mixtures
 from lab.moves import OperationsPlan, run_moves
 from lab.placing import measure_policies, measure_steps
@@ -152,6 +153,16 @@ def ranks(
     found = list(measure_ranks(folder, sizes, threads, quantization, rounds))
     title = f"steps of sequences x tokens, weights {quantization}, {threads} threads"
     show(json_file, found, title, "wall clock of a step")
+
+
+def handoffs(
+    pages: Annotated[int, typer.Option(min=1, help="Of 16 tokens, of a hand-off.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="In which each pair hands off once, in turn.")] = 20,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure hand-offs between two processes whose ranks have memory of their own, of equal and unequal degrees."""
+    found = [times for model in SHAPES for times in measure_handoffs(model, pages, rounds)]
+    show(json_file, found, f"hand-offs of {pages} pages, medians of {rounds} rounds", "GB/s, and times those of 1 -> 1")
 
 
 def speculation(
@@ -433,6 +444,7 @@ for _command in (
     drain,
     experts,
     frontend,
+    handoffs,
     moves,
     ranks,
     router,
