@@ -36,6 +36,7 @@ _HEADER = struct.Struct("!4sHiQQQQQI")
 _HOST = -1
 
 _RANKS_MAGIC = b"PDKR"
+_RANKS_VERSION = 2  # in which order pages lie in a rank's memory: `[kv_head][layer][k|v]`
 _RANKS = struct.Struct("!4sHH")  # magic, version, number of ranks
 _RANK = struct.Struct("!IIIII")  # layers and heads of a rank's share, bytes of its description
 MAX_RANKS = 1024
@@ -126,7 +127,7 @@ class Description:
 
 def encode_ranks(ranks: Sequence[tuple[Share, Description]]) -> bytes:
     """Return what another process needs to write to ranks with memory of their own."""
-    parts = [_RANKS.pack(_RANKS_MAGIC, _VERSION, len(ranks))]
+    parts = [_RANKS.pack(_RANKS_MAGIC, _RANKS_VERSION, len(ranks))]
     for share, description in ranks:
         encoded = description.encode()
         parts += (_RANK.pack(*share.layers, *share.heads, len(encoded)), encoded)
@@ -138,7 +139,7 @@ def decode_ranks(data: bytes) -> tuple[tuple[Share, Description], ...]:
     if not _RANKS.size <= len(data) <= MAX_DESCRIPTION_BYTES:
         raise ProtocolError(f"mover_metadata: {len(data)} bytes")
     magic, version, count = _RANKS.unpack_from(data)
-    if (magic, version) != (_RANKS_MAGIC, _VERSION) or not 1 <= count <= MAX_RANKS:
+    if (magic, version) != (_RANKS_MAGIC, _RANKS_VERSION) or not 1 <= count <= MAX_RANKS:
         raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, with {count} ranks")
     ranks, place = list[tuple[Share, Description]](), _RANKS.size
     for _ in range(count):

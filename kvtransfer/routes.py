@@ -2,8 +2,9 @@
 
 Invariant: together, the ranks of a sender write each byte of each page once, into the memory of one rank.
 
-A page is a run of bytes for each layer, for K and V, and for each KV head: the head's slots. A rank that has memory of
-its own holds the runs of its share, in the order `[layer][k|v][kv_head]`, and no others.
+A page is a run of bytes for each KV head and layer: the head's K, then its V. A rank that has memory of its own holds
+the runs of its share, in the order `[kv_head][layer]`, and no others. So neighbouring heads are one run of bytes where
+all layers are meant, and neighbouring layers of one head always are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,6 @@ from itertools import combinations
 
 from pdserve.base.errors import ProtocolError
 from pdserve.base.values import value
-
-KV_PARTS = 2  # K and V: pages of latent rows or states are not divided
 
 Span = tuple[int, int]  # the first one, and the one behind the last
 
@@ -34,12 +33,11 @@ class Share:
 
     @property
     def num_runs(self) -> int:
-        return self.num_layers * KV_PARTS * self.num_heads
+        return self.num_layers * self.num_heads
 
     def run_numbers(self, whole: "Share") -> tuple[int, ...]:
         """Return of each run which one of a whole page it is. It is the same on whichever rank the run lies."""
-        rows = range(KV_PARTS * self.layers[0], KV_PARTS * self.layers[1])
-        return tuple([row * whole.num_heads + head for row in rows for head in range(*self.heads)])
+        return tuple([layer * whole.num_heads + head for head in range(*self.heads) for layer in range(*self.layers)])
 
     def common(self, other: "Share") -> "Share | None":
         """Return what two ranks both hold."""
@@ -98,15 +96,14 @@ def routes(source: Share, targets: Sequence[Share], run_bytes: int) -> Iterator[
     for number, target in enumerate(targets):
         part = source.common(target)
         if part is not None:
-            is_row = part.heads == source.heads == target.heads  # then neighbouring layers are one run
+            is_row = part.layers == source.layers == target.layers  # then neighbouring heads are one run
             yield number, Route(*[_rows(share, part, run_bytes, is_row=is_row) for share in (source, target)])
 
 
 def _rows(share: Share, part: Share, run_bytes: int, *, is_row: bool) -> Rows:
-    stride, per_page = share.num_heads * run_bytes, KV_PARTS * share.num_layers
-    first, count = KV_PARTS * (part.layers[0] - share.layers[0]), KV_PARTS * part.num_layers
+    stride, per_page = share.num_layers * run_bytes, share.num_heads
+    first, count = part.heads[0] - share.heads[0], part.num_heads
     if is_row:
         return Rows(first * stride, count * stride, per_page * stride, 1, 0, 1)
-    return Rows(
-        (part.heads[0] - share.heads[0]) * run_bytes, part.num_heads * run_bytes, stride, per_page, first, count
-    )
+    offset = (part.layers[0] - share.layers[0]) * run_bytes
+    return Rows(offset, part.num_layers * run_bytes, stride, per_page, first, count)

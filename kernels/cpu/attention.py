@@ -40,8 +40,8 @@ class _Step(ctypes.Structure):
         *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
         ("kv", Size),
         ("row_bytes", Size),
-        ("page_bytes", Size),
-        *((name, Size) for name in ("page_heads", "parts", "turning", "value_dim", "block_tokens")),
+        *((name, Size) for name in ("page_bytes", "layer_bytes", "part_bytes", "head_bytes")),
+        *((name, Size) for name in ("parts", "turning", "value_dim", "block_tokens")),
         ("scale", ctypes.c_double),
         ("soft_cap", ctypes.c_double),
     )
@@ -105,8 +105,9 @@ class PagedAttention:
     ) -> None:
         """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, width of a row].
 
-        It has contiguous pages, or some adjacent heads of such. Where it has one row of a token in place of two, that
-        is K and V of its only KV head: a latent, and behind it the features that turn, which are no values.
+        Pages lie one behind the other, and the rows of a layer, part and head do. Where it has one row of a token in
+        place of two, that is K and V of its only KV head: a latent, and behind it the features that turn, which are no
+        values.
         scoring: scores are times head_dim ** -0.5 unless given.
         num_ropes: how many its layers have. rows: of the pool, in float32 or bfloat16; unless given, of its own type.
         """
@@ -115,9 +116,9 @@ class PagedAttention:
         _, num_layers, parts, num_kv_heads, page_size, width = pool.shape
         require(parts == 2 or (parts, num_kv_heads) == (1, 1), f"pool must have K and V, or a row for both: {parts}")
         head_dim = rows.head_dim
-        page_heads = pool.stride(2) // (page_size * width)
-        page = pool[0].as_strided((num_layers, parts, page_heads, page_size, width), pool.stride()[1:])
-        require(page.is_contiguous() and pool.stride(0) >= page.numel(), "pool must have contiguous pages")
+        require(pool[0, 0, 0, 0].is_contiguous(), "pool must have contiguous rows")
+        strides = [stride * pool.itemsize for stride in pool.stride()[:4]]
+        require(strides[0] >= max(strides[1:]), "pool must have pages that lie one behind the other")
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
         most_heads, latent_heads = LATENT_QUERIES if parts == 1 else num_heads, num_heads if parts == 1 else None
         require(num_heads <= most_heads, f"num_heads must be at most {most_heads} over rows for both, got {num_heads}")
@@ -129,7 +130,7 @@ class PagedAttention:
             pool=pool.data_ptr(), num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, page_size=page_size, type=DTYPES[rows.dtype],
             kv=DTYPES[rows.dtype] if rows.code is None else CODES[rows.code], row_bytes=width * pool.itemsize,
-            page_bytes=pool.stride(0) * pool.itemsize, page_heads=page_heads,
+            page_bytes=strides[0], layer_bytes=strides[1], part_bytes=strides[2], head_bytes=strides[3],
             parts=parts, block_tokens=TOKENS if parts == 2 else LATENT_QUERIES // num_heads,
             scale=head_dim**-0.5 if scoring is None else scoring.scale,
             soft_cap=0.0 if scoring is None else scoring.soft_cap,

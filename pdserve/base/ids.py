@@ -25,7 +25,7 @@ class AttemptKey(NamedTuple):
     attempt: Attempt
 
 
-PROTOCOL_VERSION = 10  # of Link and Handoff; processes with different ones never work together
+PROTOCOL_VERSION = 11  # of Link and Handoff; processes with different ones never work together
 MAX_WORKER_TASKS = 1024  # requests placed on one worker at once; it refuses more
 
 

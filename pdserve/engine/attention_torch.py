@@ -118,10 +118,9 @@ class GroupedAttention:
         run_size = self._page_size * kind.rows.width
         self._runs = flat_rows(kv, run_size)
         self._slot_bytes = kind.rows.width * kv.itemsize
-        page_heads = kv.stride(2) // run_size  # of all ranks
-        self.runs_per_layer = self._kv_parts * page_heads
-        self._runs_of_layer = (np.arange(self._kv_parts)[:, None] * page_heads + np.arange(config.num_kv_heads)).ravel()
-        self._runs_per_page = kv.stride(0) // run_size
+        self._runs_per_page, self.runs_per_layer, of_part, of_head = (stride // run_size for stride in kv.stride()[:4])
+        heads = np.arange(config.num_kv_heads) * of_head
+        self._runs_of_layer = (np.arange(self._kv_parts)[:, None] * of_part + heads).ravel()
         self._groups: tuple[_Group, ...] = ()
 
     def plan(self, batch: Batch, first: int) -> None:

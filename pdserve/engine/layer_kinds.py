@@ -78,7 +78,7 @@ def by_layer(
 ) -> ByLayer[A]:
     """Make an attention of each kind of layer that the model's rank has, over the heads that it has.
 
-    kv: a pool of as many pages as its first dimension, contiguous. rows: of the pool; in the model's type unless given.
+    kv: a pool of as many pages as its first dimension. rows: of the pool; in the model's type unless given.
     """
     config, ropes = model.config, model.ropes
     rows = rows or KvRows(config.head_dim, model.dtype)
@@ -130,6 +130,8 @@ def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int
 
 def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup, width: int) -> Tensor:
     """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
+    if kv.dim() > 2:  # of one group
+        return kv
     num_kv_heads = group.num_kv_heads or config.num_kv_heads
     shape = (group.num_layers, config.kv_parts, num_kv_heads, group.page_size, width)
     return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)

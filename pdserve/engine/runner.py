@@ -81,6 +81,17 @@ class RankPages:
     memory: Tensor  # bytes
     are_own: bool = False  # they have its own layers and KV heads alone; else those of all ranks, which share them
 
+    def pool(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return them as a pool of this size: see `EngineRunner.kv`.
+
+        Own pages have one KV head behind the other, with all its layers: see `kvtransfer/routes.py`.
+        """
+        memory = self.memory.view(dtype)
+        if not self.are_own:
+            return memory.view(size)
+        num_pages, num_layers, parts, num_kv_heads, *run = size
+        return memory.view(num_pages, num_kv_heads, num_layers, parts, *run).permute(0, 2, 3, 1, 4, 5)
+
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
@@ -173,7 +184,7 @@ class Runner:
             self.groups = held_by(model.rank, config, self.groups)
         rows = KvRows(config.head_dim, model.dtype, code)
         size, dtype = pool_size(config, num_pages, self.groups, rows.width), rows.pool_dtype
-        self.kv = zeroed(size, dtype, model.device) if pages is None else pages.memory.view(dtype).view(size)
+        self.kv = zeroed(size, dtype, model.device) if pages is None else pages.pool(size, dtype)
         self.model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups, rows)

@@ -13,7 +13,7 @@ from pdserve.base.roles import lacks_pages
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.engine.guesses import AnswerLookup, NgramLookup
 from pdserve.engine.recent_answers import SHORTEST
-from pdserve.engine.runner import EngineRunner, RankPages, Runner
+from pdserve.engine.runner import EngineRunner, RankPages, Runner, zeroed
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.device_ranks import Fitting, load_on_devices
 from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
@@ -108,12 +108,13 @@ def _load(
     limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
-    runner = _runner(model, num_pages, config, limits, code)
+    own = RankPages(zeroed((num_pages * layout.page_bytes,), torch.uint8, device), are_own=True) if is_own else None
+    runner = _runner(model, num_pages, config, limits, code, own)
     drafter = load_drafter(config, drafts, form, runner, layout, limits)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
-    regions = regions_of([runner.kv.view(torch.uint8).view(-1)], config.degrees, layout) if is_own else None
+    regions = None if own is None else regions_of([own.memory], config.degrees, layout)
     return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter, regions), layout, limits)
 
 
@@ -280,9 +281,11 @@ def _check_limits(config: WorkerConfig, model: ModelConfig, specs: "list[Attenti
         raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
 
-def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits, code: KvCode | None) -> EngineRunner:
+def _runner(
+    model: Model, num_pages: int, config: WorkerConfig, limits: Limits, code: KvCode | None, own: RankPages | None
+) -> EngineRunner:
     if config.device not in KERNEL_DEVICES:
-        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), code=code)
+        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), own, code)
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415

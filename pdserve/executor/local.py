@@ -3,6 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
@@ -35,10 +36,9 @@ class LocalExecutor:
 
         regions: of ranks with memory of their own; else there is one.
         """
-        view = runner.kv.view(torch.uint8).view(len(runner.kv), -1)
-        is_on_host = view.device.type == "cpu"
+        is_on_host = runner.kv.device.type == "cpu"
         self.device_name = device_name
-        self.regions = regions or (Region.of(view.numpy()) if is_on_host else device_region(view),)
+        self.regions = regions or (_region_of(runner.kv),)
         pools = [torch.as_tensor(region.view) for region in self.regions]
         pools += [] if drafter is None else drafter.own_memory
         self._pages_on_host = pools if is_on_host else []
@@ -61,3 +61,8 @@ class LocalExecutor:
     def close(self) -> None:
         self._thread.shutdown()
         self._ends.shutdown()
+
+
+def _region_of(kv: Tensor) -> Region:
+    view = kv.view(torch.uint8).view(len(kv), -1)
+    return Region.of(view.numpy()) if view.device.type == "cpu" else device_region(view)

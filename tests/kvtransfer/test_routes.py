@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from divided_pages import LAYERS, RUN_BYTES, WAYS_TO_DIVIDE, WHOLE, Divided, by_heads, by_layers, random_pages
+from divided_pages import HEADS, LAYERS, RUN_BYTES, WAYS_TO_DIVIDE, WHOLE, Divided, by_heads, by_layers, random_pages
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import rows_of
@@ -43,11 +43,12 @@ def test_each_byte_of_each_page_is_written_once_and_to_its_place(source: str, ta
     assert num_bytes == len(SRC) * WHOLE.num_runs * RUN_BYTES, "a byte was written twice"
 
 
-def test_neighbouring_layers_go_in_one_row_where_no_heads_are_parted() -> None:
-    (_, first), (_, second) = routes(WHOLE, by_layers(2), RUN_BYTES)
-    assert {first.source.count, first.target.count, second.source.count} == {1}
-    ((_, parted),) = routes(by_heads(2)[0], (WHOLE,), RUN_BYTES)
-    assert (parted.source.count, parted.page_bytes) == (2 * LAYERS, WHOLE.num_runs // 2 * RUN_BYTES)
+def test_neighbouring_heads_go_in_one_row_where_no_layers_are_parted() -> None:
+    for shares in (by_heads(1), by_heads(2), by_heads(3), by_heads(4)):
+        assert {route.source.count for _, route in routes(WHOLE, shares, RUN_BYTES)} == {1}
+        assert {route.target.count for each in shares for _, route in routes(each, (WHOLE,), RUN_BYTES)} == {1}
+    ((_, parted),) = routes(by_layers(2)[0], (WHOLE,), RUN_BYTES)
+    assert (parted.source.count, parted.page_bytes) == (HEADS, WHOLE.num_runs // 2 * RUN_BYTES)
 
 
 @pytest.mark.parametrize("divided", WAYS_TO_DIVIDE)
@@ -103,12 +104,12 @@ def test_what_ranks_describe_is_read_as_it_was_written() -> None:
 @given(st.binary(max_size=200), st.booleans())
 def test_whatever_bytes_describe_ranks_they_are_read_or_refused(data: bytes, begins_well: bool) -> None:
     with suppress(ProtocolError):
-        ranks = decode_ranks(b"PDKR\0\1\0\2" + data if begins_well else data)
+        ranks = decode_ranks(b"PDKR\0\2\0\2" + data if begins_well else data)
         check_shares([share for share, _ in ranks], WHOLE)
 
 
 def test_a_peer_with_more_rows_than_can_be_named_is_refused() -> None:
-    half, whole = Share((0, 128), (0, 1)), Share((0, 128), (0, 2))
+    half, whole = Share((0, 1), (0, 256)), Share((0, 2), (0, 256))
     region = Region.of_rank(np.zeros((2, half.num_runs), np.uint8), half, whole)
     there = Description(0, (1 << 31) // 256 - 2, whole.num_runs, 0, 2, b"")
     fewer = replace(there, num_pages=there.num_pages - 1)

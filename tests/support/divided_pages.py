@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.routes import KV_PARTS, Share
+from pdserve.kvtransfer.routes import Share
 
-LAYERS, HEADS, RUN_BYTES = 4, 6, 32
+LAYERS, HEADS, RUN_BYTES = 4, 6, 64
 WHOLE = Share((0, LAYERS), (0, HEADS))
 
 
@@ -47,8 +47,8 @@ class Divided:
     @classmethod
     def of(cls, pages: ByteRows, shares: tuple[Share, ...]) -> "Divided":
         """Divide whole pages, element by element."""
-        whole = pages.reshape(len(pages), LAYERS, KV_PARTS, HEADS, RUN_BYTES)
-        cut = [whole[:, slice(*share.layers), :, slice(*share.heads)].reshape(len(pages), -1) for share in shares]
+        whole = pages.reshape(len(pages), HEADS, LAYERS, RUN_BYTES)
+        cut = [whole[:, slice(*share.heads), slice(*share.layers)].reshape(len(pages), -1) for share in shares]
         return cls(shares, tuple([np.ascontiguousarray(part) for part in cut]))
 
     @property
@@ -57,10 +57,10 @@ class Divided:
 
     def whole(self) -> ByteRows:
         """Put the parts together again."""
-        pages = np.zeros((len(self.parts[0]), LAYERS, KV_PARTS, HEADS, RUN_BYTES), np.uint8)
+        pages = np.zeros((len(self.parts[0]), HEADS, LAYERS, RUN_BYTES), np.uint8)
         for share, part in zip(self.shares, self.parts, strict=True):
-            shape = (len(part), share.num_layers, KV_PARTS, share.num_heads, RUN_BYTES)
-            pages[:, slice(*share.layers), :, slice(*share.heads)] = part.reshape(shape)
+            shape = (len(part), share.num_heads, share.num_layers, RUN_BYTES)
+            pages[:, slice(*share.heads), slice(*share.layers)] = part.reshape(shape)
         return pages.reshape(len(pages), -1)
 
 

@@ -37,10 +37,11 @@ class Rank:
         self.runner = runner
         self.steps = Isolating(runner.run)
         self.heads = slice(number * num_heads // NUM_RANKS, (number + 1) * num_heads // NUM_RANKS)
-        self.part = runner.kv[:, :, :, self.heads].contiguous()
+        memory = runner.kv[:, :, :, self.heads].permute(0, 3, 1, 2, 4, 5).contiguous()
+        self.part = memory.permute(0, 2, 3, 1, 4, 5)
         layers = (0, runner.kv.shape[1])
         share, whole = Share(layers, (self.heads.start, self.heads.stop)), Share(layers, (0, num_heads))
-        self.region = Region.of_rank(self.part.view(torch.uint8).view(len(self.part), -1).numpy(), share, whole)
+        self.region = Region.of_rank(memory.view(torch.uint8).view(len(memory), -1).numpy(), share, whole)
         self.thread = ThreadPoolExecutor(1, f"rank-{number}")
         self.answers: list[Future[StepResult]] = []
         self.has_ended = False

@@ -28,7 +28,6 @@ from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Step, plan_of, step_of
 from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing, Reason
-from pdserve.kvtransfer.routes import KV_PARTS, Share
 from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
@@ -86,11 +85,13 @@ def with_guesses(executor: Executor) -> list[int]:
 def whole_page(executor: Executor, page: int) -> npt.NDArray[np.float32]:
     """Return K and V of a page, from the memory of all ranks."""
     layers, heads = SHAPE["num_hidden_layers"], 4
-    whole = np.full((layers, KV_PARTS, heads, executor.regions[0].page_bytes), np.nan, np.float32)
+    whole = np.full((layers, 2, heads, executor.regions[0].page_bytes), np.nan, np.float32)
     for region in executor.regions:
-        share = region.share or Share((0, layers), (0, heads))
-        rows = region.view[page].view("float32").reshape(share.num_layers, KV_PARTS, share.num_heads, -1)
-        whole[slice(*share.layers), :, slice(*share.heads), : rows.shape[-1]] = rows
+        share, rows = region.share, region.view[page].view("float32")
+        if share is None:
+            return rows.reshape(layers, 2, heads, -1)
+        rows = rows.reshape(share.num_heads, share.num_layers, 2, -1)
+        whole[slice(*share.layers), :, slice(*share.heads), : rows.shape[-1]] = rows.transpose(1, 2, 0, 3)
     return whole[..., : rows.shape[-1]]
 
 

@@ -83,7 +83,7 @@ INLINE void attend_item(const struct call *call, int64_t item) {
     int64_t begin = range > step->begins[row] ? range : step->begins[row];
     int64_t end = range + SPLIT < step->ends[row] ? range + SPLIT : step->ends[row];
     int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads, vectors = dim / LANES;
-    int64_t run_bytes = step->page_size * step->row_bytes, values_offset = (step->parts - 1) * step->page_heads * run_bytes;
+    int64_t values_offset = (step->parts - 1) * step->part_bytes;
     int64_t query_bytes = dim * size_of(type_of(step->kv)), is_widened = type_of(step->kv) != step->type;
     int64_t per_pass = heads_of_pass(vectors, step->kv);
     const char *queries = call->x;
@@ -94,13 +94,13 @@ INLINE void attend_item(const struct call *call, int64_t item) {
     queries = is_widened ? (const char *)room : queries;
     locate(located, step, row, call->layer, begin, end);
     for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head++) {
-        int64_t offset = kv_head * run_bytes;
+        int64_t offset = kv_head * step->head_bytes;
         for (int64_t first = 0; first < group; first += per_pass) {
             int64_t head = kv_head * group + first;
             int heads = group - first < per_pass ? group - first : per_pass;
             struct pass pass = {
                 queries + head * query_bytes, located, offset, offset + values_offset,
-                first + heads < group ? offset : offset + run_bytes, end - begin,
+                first + heads < group ? offset : offset + step->head_bytes, end - begin,
                 (float)step->scale, (float)step->soft_cap,
             };
             attend(step->partials + (item * step->num_heads + head) * (dim + 2), &pass, heads, vectors, step->kv);

@@ -11,7 +11,7 @@
 
 /* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
 struct step {
-    char *pool; /* [num_pages, num_layers, parts, page_heads, page_size, row_bytes], from the first KV head on */
+    char *pool; /* pages of runs, one for each layer, part and KV head: [page_size, row_bytes]. See `run_of` */
     const float *cos_sin;    /* [ropes, num_tokens, turning]: cosines of turning / 2 angles, then sines */
     const int64_t *targets;  /* [num_tokens, 2]: page and slot that K and V of a token go to */
     const int64_t *table;    /* [num_rows, table_stride]: a row's pages in order */
@@ -28,8 +28,7 @@ struct step {
     int64_t table_stride, num_tokens, num_rows, num_items, num_keys;
     int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type; /* type: of q, k, v and results */
     int64_t kv, row_bytes; /* the form of rows in the pool, see kv_rows.h, and their bytes */
-    int64_t page_bytes; /* from one page to the next: a page may be longer than its layers */
-    int64_t page_heads; /* KV heads in a page: other ranks attend in those beside num_kv_heads */
+    int64_t page_bytes, layer_bytes, part_bytes, head_bytes; /* from one page to the next, and from run to run in it */
     int64_t parts;      /* rows of a token: 2, K and V, or 1 for both, a latent and the key that turns behind it */
     int64_t turning;    /* features of queries and keys that turn, the last ones */
     int64_t value_dim;  /* features of results that count, the first ones */
@@ -49,8 +48,8 @@ void pdserve_latent_block(const struct call *call, int64_t block);
 
 /* The run of one page, layer and KV head: [page_size] rows. which: 0 for K, 1 for V. */
 INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_t which, int64_t head) {
-    int64_t run = (layer * step->parts + which) * step->page_heads + head;
-    return step->pool + page * step->page_bytes + run * step->page_size * step->row_bytes;
+    int64_t in_page = layer * step->layer_bytes + which * step->part_bytes + head * step->head_bytes;
+    return step->pool + page * step->page_bytes + in_page;
 }
 
 INLINE floats soft_capped(floats scores, float cap) { return tanh_of(scores / cap) * cap; }

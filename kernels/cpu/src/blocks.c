@@ -44,7 +44,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     const int64_t *pages = step->chunk_table + block->chunk * step->chunk_table_stride;
     const char *qkv = call->x;
     const int64_t position = step->chunk_positions[block->chunk] + block->first, end = position + block->count;
-    const int64_t values_offset = step->page_heads * step->page_size * step->row_bytes;
+    const int64_t values_offset = step->part_bytes;
     const int coded = is_coded(step->kv);
     uint16_t copies[coded ? 2 * KEYS * dim : 1];
     float scales[2 * KEYS];

@@ -1,12 +1,12 @@
 """Ranks with memory of their own in virtual time: which runs of a page each of them writes, and to which rank.
 
-A page is taken for the runs of some layers, of K and V, and of some KV heads. A rank has the runs of its share.
+A page is taken for the runs of some layers and KV heads. A rank has the runs of its share, one head after the other.
 """
 
 from collections.abc import Iterator, Sequence
 from zlib import crc32
 
-from pdserve.kvtransfer.routes import KV_PARTS, Route, Rows, Share, routes
+from pdserve.kvtransfer.routes import Route, Rows, Share, routes
 from pdserve.kvtransfer.session import of_parts
 
 LAYERS, HEADS = 2, 4
@@ -53,5 +53,4 @@ def _of_rank(content: bytes, share: Share) -> int:
 
 def _held(share: Share) -> list[int]:
     """Return which runs of a page lie in a rank's memory. It does not ask the code that is tried."""
-    layers, heads = range(*share.layers), range(*share.heads)
-    return [(KV_PARTS * layer + kv) * HEADS + head for layer in layers for kv in range(KV_PARTS) for head in heads]
+    return [layer * HEADS + head for head in range(*share.heads) for layer in range(*share.layers)]
