@@ -5,6 +5,7 @@ A row's bits depend on its own sequence alone: not on other rows, not on the num
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,7 +14,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from torch import Tensor
-from wider_pools import among_others
+from wider_pools import LAID_OUT
 
 from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, HeadWeights, PagedAttention, Rows, Scoring, serves
 from pdserve.kernels.cpu.calls import Immediate
@@ -132,10 +133,13 @@ def test_vectors_of_any_width_attend_alike(
     torch.testing.assert_close(attended(narrow, case).double(), case.expected, atol=close, rtol=close)
 
 
+@pytest.mark.parametrize("lay_out", LAID_OUT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_attend_in_some_heads_of_wider_pages(loaded: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_rows_attend_in_pages_that_are_laid_out_otherwise(
+    loaded: ctypes.CDLL, dtype: torch.dtype, lay_out: Callable[[Tensor], Tensor]
+) -> None:
     case = random_case(dtype, 64, (6, 2), 16)
-    case.pool = among_others(case.pool)
+    case.pool = lay_out(case.pool)
     torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -221,7 +225,8 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
         return paged.run(calls, LAYER, case.qkv, HeadWeights(norms, sinks))
 
     for bad, message in (
-        (lambda: PagedAttention(case.pool.transpose(3, 4), 6), "pool must have contiguous pages"),
+        (lambda: PagedAttention(case.pool.transpose(3, 4), 2), "pool must have contiguous rows"),
+        (lambda: PagedAttention(case.pool.transpose(0, 1), 6), "pool must have pages that lie"),
         (lambda: PagedAttention(case.pool, 5), "num_heads must be a multiple of 2"),
         (lambda: PagedAttention(case.pool[..., :63].contiguous(), 6), "head_dim must be"),
         (lambda: paged.plan([case.cos_sin], case.targets, short), "page_table must be"),

@@ -5,6 +5,7 @@ A token's bits depend on its own sequence alone: not on how its prompt came in c
 
 import ctypes
 import math
+from collections.abc import Callable
 from itertools import pairwise, product
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from torch import Tensor
-from wider_pools import among_others
+from wider_pools import LAID_OUT
 
 from pdserve.kernels.cpu.attention import Chunks, HeadWeights, PagedAttention, Rows, Scoring, serves_chunks
 from pdserve.kernels.cpu.calls import Immediate
@@ -91,10 +92,13 @@ def test_each_token_is_the_formula_over_what_it_sees(
     checked(loaded, Prompts(head_dim, heads, page_size, SPANS))
 
 
+@pytest.mark.parametrize("lay_out", LAID_OUT)
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)])
-def test_chunks_attend_in_some_heads_of_wider_pages(loaded: ctypes.CDLL, heads: tuple[int, int]) -> None:
+def test_chunks_attend_in_pages_that_are_laid_out_otherwise(
+    loaded: ctypes.CDLL, heads: tuple[int, int], lay_out: Callable[[Tensor], Tensor]
+) -> None:
     prompts = Prompts(64, heads, 16, SPANS)
-    prompts.pool = among_others(prompts.pool)
+    prompts.pool = lay_out(prompts.pool)
     checked(loaded, prompts, 50)
 
 

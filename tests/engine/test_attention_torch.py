@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from wider_pools import by_head
 
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
@@ -124,10 +125,10 @@ def check(
         chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
         expected.append(rows)
     scores = config.design.layers[LAYER].attention.scores
-    attention = attention_of(config, LayerKind(0, scores, kv, (rope,) * config.num_layers, kept))
     batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
-    attention.plan(batch)
-    out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)
-    torch.testing.assert_close(
-        out.double(), torch.cat([expected[index] for index in batch.order]), atol=slack * close, rtol=slack * close
-    )
+    wanted = torch.cat([expected[index] for index in batch.order])
+    for pool in (by_head(kv), kv):
+        attention = attention_of(config, LayerKind(0, scores, pool, (rope,) * config.num_layers, kept))
+        attention.plan(batch)
+        out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)
+        torch.testing.assert_close(out.double(), wanted, atol=slack * close, rtol=slack * close)

@@ -1,4 +1,4 @@
-"""Pools of pages that hold more KV heads than those that attend."""
+"""Pools of pages that hold more KV heads than those that attend, or one head behind the other."""
 
 import math
 
@@ -14,3 +14,11 @@ def among_others(pool: Tensor) -> Tensor:
     view = wider[:, :, :, 2 : 2 + num_heads]
     view.copy_(pool)
     return view
+
+
+def by_head(pool: Tensor) -> Tensor:
+    """Return the pool's values as ranks with memory of their own keep them: one KV head behind the other."""
+    return pool.permute(0, 3, 1, 2, 4, 5).contiguous().permute(0, 2, 3, 1, 4, 5)
+
+
+LAID_OUT = (among_others, by_head)

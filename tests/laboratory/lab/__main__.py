@@ -144,13 +144,16 @@ def ranks(
     quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, beside one.")] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="Pipeline stages, beside one rank.")] = 1,
+    rank_memory: Annotated[
+        Literal["shared", "own"], typer.Option(help="Of these; the one rank's is shared.")
+    ] = "shared",
     threads: Annotated[int, typer.Option(min=1, help="That ranks share.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="In which both compute a step, in turn.")] = 40,
     json_file: JsonFile = None,
 ) -> None:
     """Measure steps of a worker with several ranks or stages beside one rank with as many threads."""
-    sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
-    found = list(measure_ranks(folder, sizes, threads, quantization, rounds))
+    degrees = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    found = list(measure_ranks(folder, {**degrees, "rank_memory": rank_memory}, threads, quantization, rounds))
     title = f"steps of sequences x tokens, weights {quantization}, {threads} threads"
     show(json_file, found, title, "wall clock of a step")
 

@@ -36,12 +36,12 @@ class RankTimes:
 
 
 def measure_ranks(
-    folder: Path, sizes: dict[str, int], num_threads: int, form: ChosenQuantization, rounds: int
+    folder: Path, settings: dict[str, int | str], num_threads: int, form: ChosenQuantization, rounds: int
 ) -> Iterator[RankTimes]:
-    """Measure steps of random weights in bfloat16. folder: with the model's config.json. sizes: settings of ranks."""
+    """Measure steps of random weights in bfloat16. folder: with the model's config.json. settings: of ranks."""
     with ExitStack() as ends:
         executors = []
-        for own in ({}, sizes):
+        for own in ({}, settings):
             config = WorkerConfig.model_validate({
                 "model": str(folder), "worker_id": "w", "routers": ("none:1",), "secret_file": folder, "role": "mixed",
                 "load_format": "dummy", "dtype": "bfloat16", "quantization": form, "num_threads": num_threads,
