@@ -67,7 +67,28 @@ def test_pairs_of_ranks_with_memory_of_their_own_answer_as_transformers_does(
     model: Path, oracle: PreTrainedModel, prefill: str, decode: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
     sizes = (flag for role, of in (("prefill", prefill), ("decode", decode)) for flag in f"--{role}-{of}".split())
-    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
+    assert_hands_off(model, oracle, (*sizes, *OWN), lengths, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("prefill", "decode", "heads", "page_size"),
+    [("3", "1", (9, 3), 16), ("1", "3", (9, 3), 32), ("2", "4", (8, 4), 32), ("4", "2", (8, 4), 16)],
+)
+def test_more_ranks_hand_off_to_fewer_and_fewer_to_more(
+    prefill: str, decode: str, heads: tuple[int, int], page_size: int, tmp_path: Path
+) -> None:
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 64}
+    model = write_model("llama3", tmp_path / "model", **shape)
+    sizes = ("--prefill-tp", prefill, "--decode-tp", decode, "--page-size", str(page_size))
+    assert_hands_off(model, load_oracle(model), (*sizes, *OWN), (1, 40, 130), tmp_path)
+
+
+def assert_hands_off(
+    model: Path, oracle: PreTrainedModel, flags: tuple[str, ...], lengths: tuple[int, ...], folder: Path
+) -> None:
+    """Have a cluster answer prompts of these lengths, after a hand-off each."""
+    with live_cluster(folder, model, *flags) as cluster:
         asked = [prompt(length, length) for length in lengths]
         answers = cluster.generate_all([greedy(each, 24) for each in asked])
         for each, answer in zip(asked, answers, strict=True):
