@@ -114,6 +114,14 @@ def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup],
     return num_pages, group.num_layers, config.kv_parts, num_kv_heads, group.page_size, width
 
 
+def pool_in(memory: Tensor, size: tuple[int, ...], *, by_head: bool) -> Tensor:
+    """Return memory as a pool of these dimensions. by_head: its pages have one KV head behind the other."""
+    if not by_head:
+        return memory.view(size)
+    num_pages, num_layers, parts, num_kv_heads, *run = size
+    return memory.view(num_pages, num_kv_heads, num_layers, parts, *run).permute(0, 2, 3, 1, 4, 5)
+
+
 def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
     first, *others = (group.page_size for group in groups)
     return PoolShape(num_pages, first, config.vocab_size, tuple(others))

@@ -25,7 +25,7 @@ from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.features import Features
-from pdserve.engine.layer_kinds import ByLayer, LayerKind, MakesStates, by_layer, pool_shape, pool_size
+from pdserve.engine.layer_kinds import ByLayer, LayerKind, MakesStates, by_layer, pool_in, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.pooling import check_finite, pooled
 from pdserve.engine.sampler import Sampler, score
@@ -80,17 +80,6 @@ class RankPages:
 
     memory: Tensor  # bytes
     are_own: bool = False  # they have its own layers and KV heads alone; else those of all ranks, which share them
-
-    def pool(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return them as a pool of this size: see `EngineRunner.kv`.
-
-        Own pages have one KV head behind the other, with all its layers: see `kvtransfer/routes.py`.
-        """
-        memory = self.memory.view(dtype)
-        if not self.are_own:
-            return memory.view(size)
-        num_pages, num_layers, parts, num_kv_heads, *run = size
-        return memory.view(num_pages, num_kv_heads, num_layers, parts, *run).permute(0, 2, 3, 1, 4, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +173,11 @@ class Runner:
             self.groups = held_by(model.rank, config, self.groups)
         rows = KvRows(config.head_dim, model.dtype, code)
         size, dtype = pool_size(config, num_pages, self.groups, rows.width), rows.pool_dtype
-        self.kv = zeroed(size, dtype, model.device) if pages is None else pages.pool(size, dtype)
+        self.kv = (
+            zeroed(size, dtype, model.device)
+            if pages is None
+            else pool_in(pages.memory.view(dtype), size, by_head=pages.are_own)
+        )
         self.model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups, rows)

@@ -2,8 +2,8 @@
 
 A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group. Latent attention keeps
 one row for a token, of which keys and values are made: there, pages are `[layer][slot][head_dim]`. A page of states
-holds a run of float32 values for each layer, whatever the number of tokens. Ranks with memory of their own keep their
-part of a page in another order: see `kvtransfer.routes`.
+holds a run of float32 values for each layer, whatever the number of tokens. Ranks on CPUs with memory of their own
+keep their part of a page in another order: see `kvtransfer.routes`.
 
 In a byte a value, each row `[head_dim]` has its scale behind it (`kernels/kv_rows.py`).
 """

@@ -78,7 +78,7 @@ def test_pairs_of_ranks_with_memory_of_their_own_answer_as_transformers_does(
 def test_more_ranks_hand_off_to_fewer_and_fewer_to_more(
     prefill: str, decode: str, heads: tuple[int, int], page_size: int, tmp_path: Path
 ) -> None:
-    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 64}
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 64, "hidden_size": 144}
     model = write_model("llama3", tmp_path / "model", **shape)
     sizes = ("--prefill-tp", prefill, "--decode-tp", decode, "--page-size", str(page_size))
     assert_hands_off(model, load_oracle(model), (*sizes, *OWN), (1, 40, 130), tmp_path)
