@@ -31,12 +31,12 @@ from pdserve.settings.config import WorkerConfig
 
 RANKS: Mapping[str, object] = {"device": "interpreter", "tensor_parallel_size": 2, "role": "mixed"}
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-SEEDED = SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+SEEDED = SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_tokens=4, ignore_eos=True)
 WORDS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, bad_word_ids=((1, 2), (3, 4)))  # the host waits
 ASKED: list[Asked] = [
     (prompt(45, 1), GREEDY),  # in chunks, while others decode
-    (prompt(5, 2), SamplingParams(seed=3, temperature=1.2, n=2, max_tokens=6, ignore_eos=True)),  # a page is copied
+    (prompt(5, 2), SamplingParams(seed=3, temperature=1.2, n=2, max_tokens=4, ignore_eos=True)),  # a page is copied
     (prompt(16, 3), SEEDED),
     (prompt(7, 4), WORDS),
 ]
@@ -75,7 +75,7 @@ def tokens_of(result: StepResult) -> list[list[int]]:
     ("family", "shape"),
     [
         ("llama3", NINE_HEADS),  # one KV head, and two; 255 tokens, and 256
-        ("qwen3-moe", {}),
+        pytest.param("qwen3-moe", {}, marks=pytest.mark.long),
         pytest.param("llama3", {}, marks=pytest.mark.long),
         pytest.param("qwen2", {}, marks=pytest.mark.long),
         pytest.param("qwen3", {}, marks=pytest.mark.long),
@@ -84,13 +84,13 @@ def tokens_of(result: StepResult) -> list[list[int]]:
 def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
     family: str, shape: dict[str, int], tmp_path: Path
 ) -> None:
-    folder, found = write_model(family, tmp_path, num_hidden_layers=2, **shape), []
+    folder, found = write_model(family, tmp_path, num_hidden_layers=1, **shape), []
     for settings, depth in (({}, 1), ({**RANKS, "tensor_parallel_size": 1}, 2), (RANKS, 2)):
         with engine_of(worker_config(folder, **settings)) as engine:
             assert len(ranks()) == (settings == RANKS)
             first, second = answers(engine, ASKED, depth), answers(engine, AGAIN, depth)
             assert second.num_cached == 32
-            assert (first.num_ahead > 5) == (depth == 2)
+            assert (first.num_ahead > 3) == (depth == 2)
             found.append((first.texts, second.texts))
     assert found[1] == found[0]
     assert found[2] == found[0]
