@@ -1,5 +1,6 @@
 """Which processes a local cluster consists of, and how each is called."""
 
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -267,6 +268,8 @@ def flag_arguments(flags: Flags) -> tuple[str, ...]:
                 arguments.append(f"--{flag}" if value else f"--no-{flag}")
             case str() | int() | float() | Path():
                 arguments += (f"--{flag}", str(value))
+            case Mapping():
+                arguments += (f"--{flag}", json.dumps(value))
             case Sequence():
                 for item in value:
                     arguments += (f"--{flag}", str(item))

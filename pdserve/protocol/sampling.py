@@ -184,4 +184,5 @@ class SampledToken:
 def _in_range(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
-        raise invalid(field, f"{value} is outside {bracket}{low}, {high}]")
+        shown = float(f"{value:.7g}") if isinstance(value, float) else value  # float32 has 7 digits
+        raise invalid(field, f"{shown} is outside {bracket}{low}, {high}]")

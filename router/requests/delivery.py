@@ -193,7 +193,7 @@ class Delivery:
                 request.ledger.handoff_pages_reused = event.pages_reused
             case Stage.LANDED:
                 request.ledger.handoff_bytes += event.handoff_bytes
-                request.ledger.handoff_ms = event.handoff_s * 1e3
+                request.ledger.handoff_ms = round(event.handoff_s * 1e3, 3)
                 if placement.prefill is not None and placement.decode is not None:
                     pair = placement.prefill.name, placement.decode.name
                     self._placements.predictor.links.observe(pair, event.handoff_bytes, event.handoff_s)
@@ -234,7 +234,9 @@ class Delivery:
         placement.committed = True
         worker.prefilled(placement.key)
         num_bytes, handoff_s = placement.landed
-        moved = Moved(sequence.index, len(sequence.token_ids), source.name, worker.name, num_bytes, handoff_s * 1e3)
+        moved = Moved(
+            sequence.index, len(sequence.token_ids), source.name, worker.name, num_bytes, round(handoff_s * 1e3, 3)
+        )
         request.ledger.moves += (moved,)
         self._placements.shadows.note_end(placement, DONE, now_s)
         self._note_decode(request, placement)

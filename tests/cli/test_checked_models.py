@@ -234,8 +234,9 @@ def test_a_draft_model_is_counted_with_its_weights_and_its_own_pages(
     assert f"draft_model: about {weights} in memory and {own}" in said
 
 
-def test_guesses_that_are_looked_up_have_no_weights(folder: Path, pdserve: Command) -> None:
-    said = pdserve("models", "check", str(folder), "--speculative-config", '{"method": "suffix"}').stdout
+@pytest.mark.parametrize("given", ['{"method": "suffix"}', "null"])
+def test_guesses_that_are_looked_up_have_no_weights(folder: Path, pdserve: Command, given: str) -> None:
+    said = pdserve("models", "check", str(folder), "--speculative-config", given).stdout
     assert "this cpu" in said
     assert "guesses" not in said
 

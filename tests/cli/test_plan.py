@@ -47,7 +47,10 @@ def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
         served_model_name="m",
         num_prefill=2,
         num_decode=1,
-        worker_flags={"page_size": 32, "dtype": "float32", "max_model_len": None},
+        worker_flags={
+            **{"page_size": 32, "dtype": "float32", "max_model_len": None},
+            "speculative_config": {"method": "ngram", "prompt_lookup_min": 3},
+        },
         router_flags={"max_num_held": 7, "host": "0.0.0.0"},
     )
     router, *workers = (read_back(child) for child in children_of(spec))
@@ -57,6 +60,8 @@ def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
     names = []
     for worker in workers:
         assert isinstance(worker, WorkerConfig)
+        assert worker.speculative_config is not None
+        assert (worker.speculative_config.method, worker.speculative_config.prompt_lookup_min) == ("ngram", 3)
         names.append(worker.worker_id)
         assert worker.routers == ("127.0.0.1:50052",)
         assert (worker.model, worker.served_model_name, worker.secret_file) == (MODEL, "m", WIRING.secret_file)
@@ -113,10 +118,10 @@ def test_a_port_for_kv_events_that_workers_would_share_is_refused(endpoints_give
 
 
 def test_what_is_not_set_is_not_written_and_what_cannot_be_is_refused() -> None:
-    written = flag_arguments({"a_b": None, "c": False, "d": ("x", 1), "e": 0.5})
-    assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5")
+    written = flag_arguments({"a_b": None, "c": False, "d": ("x", 1), "e": 0.5, "f": {"g": None}})
+    assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5", "--f", '{"g": null}')
     with pytest.raises(TypeError, match="f: a flag cannot carry"):
-        flag_arguments({"f": {"g": 1}})
+        flag_arguments({"f": object()})
 
 
 def test_two_workers_use_every_core_and_more_of_them_share_the_cores() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator
 
-from pdserve.protocol.sampling import MAX_SEQUENCES
+from pdserve.protocol.sampling import MAX_LOGPROBS, MAX_SEQUENCES
 from pdserve.router.frontend.openai.agents import NvExt
 from pdserve.router.frontend.openai.body import Body, Object
 
@@ -69,7 +69,7 @@ class Generation(Served):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, lt=2**31)
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
     bad_words: list[str] | None = None
     return_token_ids: bool | None = Field(None, description="Show token ids beside the text.")
     return_tokens_as_token_ids: bool | None = Field(
@@ -119,7 +119,7 @@ class ChatRequest(Generation):
     messages: list[Message]
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="Takes precedence over max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, lt=2**31)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: an answer calls one tool at most.")
@@ -150,7 +150,7 @@ def _checked_prompt(value: Any) -> Prompt:  # noqa: ANN401 - whatever was sent
             return value
         if all(isinstance(each, list) and _are_ids(each) for each in value):
             return value
-    raise ValueError("a text, token ids, or a list of either is needed")
+    raise ValueError("a text, token ids (integers below 2**32), or a list of either is needed")
 
 
 def _are_ids(values: list[Any]) -> bool:

@@ -59,7 +59,7 @@ class Store:
             return answer
         except sqlite3.Error as error:
             logger.error("responses and conversations cannot be kept: %s", error)
-            text = "the store of responses and conversations failed"
+            text = f"responses and conversations cannot be kept ({error}); with store: false none is"
             raise RefusedError(Refused(Cause.INTERNAL, text)) from error
 
     async def get(self, tenant: str, name: str, kind: Kind, field: str = "id") -> Holder:

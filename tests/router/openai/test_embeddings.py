@@ -132,7 +132,7 @@ async def test_a_call_counts_once_against_limits_of_requests(start_http: StartHt
     ("asked", "param", "text"),
     [
         ({"input": ""}, "input", "it is empty"),
-        ({"input": []}, "input", "a text, token ids, or a list of either is needed"),
+        ({"input": []}, "input", "a text, token ids (integers below 2**32), or a list of either is needed"),
         ({"input": ["a", ""]}, "input[1]", "it is empty"),
         ({"input": [[5, 6], []]}, "input[1]", "it is empty"),
         ({"input": ["a", 5]}, "input", "is needed"),

@@ -407,7 +407,7 @@ async def test_a_store_that_fails_fails_what_was_to_be_kept(
     other = sqlite3.connect(file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     asked: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 3}
-    with pytest.raises(openai.InternalServerError, match="the store of responses and conversations failed"):
+    with pytest.raises(openai.InternalServerError, match="responses and conversations cannot be kept"):
         await door.client.responses.create(**asked)
     events = [event async for event in await door.client.responses.create(**asked, stream=True)]
     assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
