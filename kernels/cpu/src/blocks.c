@@ -54,7 +54,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     memset(sums, 0, sizeof sums);
     for (int64_t head = 0; head < group; head++)
         for (int64_t row = 0; row < TOKENS; row++) {
-            so_far[head][row].peak = call->sinks ? call->sinks[block->kv_head * group + head] : -INFINITY;
+            so_far[head][row].peak = call->sinks ? call->sinks[block->kv_head * group + head] * LOG2E : -INFINITY;
             so_far[head][row].total = call->sinks ? first_lane(1.0f) : splat(0.0f);
         }
     int64_t seen = step->window && position + 1 > step->window ? position + 1 - step->window : 0;

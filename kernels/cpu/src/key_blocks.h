@@ -15,10 +15,12 @@
 #define VECTORS 2 /* of 16 registers */
 #endif
 
+#define LOG2E 1.44269504f
+
 /* What a query has seen so far. */
 typedef struct {
-    floats total; /* of the weights of every LANES-th key */
-    float peak;
+    floats total; /* of the weights: a sum in each lane */
+    float peak;   /* of scores, which are exponents of 2 */
 } state;
 
 #if defined(__AVX512BW__)
@@ -105,16 +107,18 @@ INLINE void multiply_pairs(
     }
 }
 
-/* Stores weights as elements, and returns what bfloat16 holds of them. */
-INLINE floats store_rounded(element *to, floats weights) {
-#if defined(__AVX512BF16__)
-    __m256bh rounded = _mm512_cvtneps_pbh((__m512)weights); /* none is below what a normal number can be */
-    memcpy(to, &rounded, sizeof rounded);
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
+/* Stores two vectors of weights as elements, and adds up what bfloat16 holds of them. */
+INLINE floats store_rounded(element *to, floats total, floats first, floats last) {
+#if defined(HAS_PAIRS)
+    static const uint16_t ones[2] = {0x3f80, 0x3f80};
+    pairs rounded = rounded_pairs(first, last);
+    store_pairs(to, rounded);
+    return add_products(total, rounded, splat_pair(ones));
 #else
-    floats rounded = rounded_to(weights, BFLOAT16);
-    store(to, 0, rounded, ELEMENT);
-    return rounded;
+    first = rounded_to(first, BFLOAT16), last = rounded_to(last, BFLOAT16);
+    store_float32(to, first);
+    store_float32(to + LANES, last);
+    return total + first + last;
 #endif
 }
 
@@ -123,10 +127,10 @@ INLINE floats store_rounded(element *to, floats weights) {
 INLINE float weigh_keys(
     element *weights, floats *scores, const struct step *step, int64_t begin, int64_t end, state *so_far
 ) {
-    const float scale = (float)step->scale, cap = (float)step->soft_cap;
-    floats most = splat(-INFINITY), sum = splat(0.0f);
+    const float cap = (float)step->soft_cap, scale = (float)step->scale * (cap > 0 ? 1.0f : LOG2E);
+    floats most = splat(-INFINITY);
     for (int v = 0; v < KEYS / LANES; v++)
-        scores[v] = cap > 0 ? soft_capped(scores[v] * scale, cap) : scores[v] * scale;
+        scores[v] = cap > 0 ? soft_capped(scores[v] * scale, cap) * LOG2E : scores[v] * scale;
     if (begin > 0 || end < KEYS) {
         ints count;
         for (int lane = 0; lane < LANES; lane++)
@@ -142,12 +146,12 @@ INLINE float weigh_keys(
     if (block > before)
         so_far->peak = block;
     float highest = so_far->peak == -INFINITY ? 0.0f : so_far->peak;
-    for (int v = 0; v < KEYS / LANES; v++) {
-        floats weight = exp_of_negative(scores[v] - highest);
-        sum += store_rounded(weights + v * LANES, weight);
-    }
-    float factor = before == so_far->peak ? 1.0f : expf(before - highest);
-    so_far->total = so_far->total * factor + sum;
+    float factor = before == so_far->peak ? 1.0f : exp2f(before - highest);
+    floats total = so_far->total * factor;
+    for (int v = 0; v < KEYS / LANES; v += 2)
+        total = store_rounded(weights + v * LANES, total, exp2_of_negative(scores[v] - highest),
+                              exp2_of_negative(scores[v + 1] - highest));
+    so_far->total = total;
     return factor;
 }
 

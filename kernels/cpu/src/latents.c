@@ -54,7 +54,7 @@ void pdserve_latent_range(const struct call *call, int64_t item) {
     for (int64_t head = 0; head < heads; head++) {
         float *to = step->partials + (item * heads + head) * stride;
         memcpy(to, sums + head * values, values * sizeof *sums);
-        to[stride - 2] = so_far[head].peak;
+        to[stride - 2] = so_far[head].peak / LOG2E;
         to[stride - 1] = sum_of(so_far[head].total);
     }
 }

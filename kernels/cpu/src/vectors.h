@@ -194,12 +194,28 @@ INLINE floats exp_of(floats given) {
     return choose(given != given, given, result);
 }
 
-/* The same for what is not above 0. */
-INLINE floats exp_of_negative(floats given) {
-    ints below = given < splat(-87.3f), power;
-    floats poly = expm1_of_rest(choose(below, splat(-87.3f), given), &power) + 1.0f;
-    floats result = (floats)(((ints)poly + (power << 23)) & ~below);
-    return choose(given != given, given, result);
+/* 2^x of what is not above 0, to 3e-6 of it: for what bfloat16 will hold. 0 far below what a normal number can be. */
+INLINE floats exp2_of_negative(floats given) {
+#if defined(__AVX512F__)
+    __m512 x = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)given); /* the given one where it is not a number */
+    __m512 whole = _mm512_roundscale_ps(x, 0);
+    floats rest = (floats)x - (floats)whole;
+#else
+    ints below = given < splat(-126.0f);
+    floats times = choose(below, splat(-126.0f), given) + 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits */
+    ints power = (ints)times - 0x4b400000;
+    floats rest = choose(below, splat(-126.0f), given) - (times - 12582912.0f);
+#endif
+    floats poly = splat(9.582853e-3f);
+    poly = poly * rest + 5.590642e-2f;
+    poly = poly * rest + 2.402410e-1f;
+    poly = poly * rest + 6.931242e-1f;
+    poly = poly * rest + 1.0f;
+#if defined(__AVX512F__)
+    return (floats)_mm512_scalef_ps((__m512)poly, whole);
+#else
+    return choose(given != given, given, (floats)(((ints)poly + (power << 23)) & ~below));
+#endif
 }
 
 /* e^x - 1 to about 3 units in the last place; -1 below -87, e^88 above 88. */
@@ -232,6 +248,9 @@ INLINE pairs splat_pair(const void *from) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
+/* Rounds two vectors; what is below a normal number becomes 0. */
+INLINE pairs rounded_pairs(floats first, floats last) { return _mm512_cvtne2ps_pbh((__m512)last, (__m512)first); }
+
 INLINE floats add_products(floats sums, pairs a, pairs b) { return (floats)_mm512_dpbf16_ps((__m512)sums, a, b); }
 
 /* Puts elements of two vectors side by side: the first 4 of every 8 in one, the last 4 in the other. */
@@ -252,6 +271,10 @@ INLINE pairs splat_pair(const void *from) {
     int32_t both;
     memcpy(&both, from, sizeof both);
     return vreinterpretq_bf16_s32(vdupq_n_s32(both));
+}
+
+INLINE pairs rounded_pairs(floats first, floats last) {
+    return vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)last);
 }
 
 INLINE floats add_products(floats sums, pairs a, pairs b) { return (floats)vbfdotq_f32((float32x4_t)sums, a, b); }
