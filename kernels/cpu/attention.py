@@ -16,7 +16,7 @@ from pdserve.kernels.kv_rows import KvRows
 from pdserve.protocol.kvlayout import KvCode
 
 SPLIT = 256  # keys of an item, as in src/attention.h
-TOKENS = 32  # queries of a block, as in src/blocks.c
+TOKENS = 64  # queries of a block, as in src/blocks.c
 LANES = 16
 VALUES = 32  # of a latent that are summed at once
 MAX_HEAD_DIM = 256

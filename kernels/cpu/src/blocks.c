@@ -7,7 +7,7 @@
 
 #include "key_blocks.h"
 
-#define TOKENS 32
+#define TOKENS 64
 
 struct block {
     const struct step *step;

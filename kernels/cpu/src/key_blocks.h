@@ -195,6 +195,8 @@ INLINE void attend_keys(
                     scores[r][first + v] =
                         seen->scales ? parts[r][v] * load_float32(seen->scales + (first + v) * LANES) : parts[r][v];
         }
+        int64_t last = of->position + (row + ROWS - 1) / of->per_token + 1 - seen->begin; /* seen by none: weights are 0 */
+        const int64_t weighed = (last < KEYS ? last + 1 : KEYS) / 2;
         for (int r = 0; r < ROWS; r++) {
             int64_t end = of->position + (row + r) / of->per_token + 1 - seen->begin, begin = window ? end - window : 0;
             factors[r] = weigh_keys(weights[r], scores[r], step, begin, end < KEYS ? end : KEYS, &so_far[row + r]);
@@ -209,9 +211,9 @@ INLINE void attend_keys(
                 for (int v = 0; v < vectors; v++)
                     parts[r][v] = load_float32(sums + (row + r) * value_dim + d + LANES * v) * factors[r];
             if (vectors == VECTORS)
-                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, VECTORS, NULL);
+                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, weighed, VECTORS, NULL);
             else
-                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, KEYS / 2, 2, NULL);
+                multiply_pairs(parts, weight_rows, seen->values + d, value_dim, weighed, 2, NULL);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < vectors; v++)
                     store_float32(sums + (row + r) * value_dim + d + LANES * v, parts[r][v]);
