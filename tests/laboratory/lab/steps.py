@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests/laboratory python -m lab.steps MODEL ROUNDS TREE...
 
-The model is random, in bfloat16: `latents` has the attention of DeepSeek-V2-Lite, `delta` the layers of Qwen3-Next,
-`space` those of Falcon-H1, `conv` those of LFM2. Each tree's engine is a process of its own, alone and in one thread.
+The model is random, in bfloat16: `small` has the shape of SmolLM2-135M, `latents` the attention of DeepSeek-V2-Lite,
+`delta` the layers of Qwen3-Next, `space` those of Falcon-H1, `conv` those of LFM2. Each tree's engine is a process of its own, alone and in one thread.
 """
 
 import os
@@ -35,6 +35,16 @@ _SIZES: dict[str, object] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 _OWN: dict[str, dict[str, object]] = {
+    "small": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
     "latents": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "q_lora_rank": None,
@@ -70,6 +80,7 @@ _OWN: dict[str, dict[str, object]] = {
 _FEW, _MANY = ((1, 2000, 1), (16, 2000, 1)), ((1, 512, 512), (1, 2048, 2048))
 STEPS = {
     "latents": (*_FEW, (1, 8000, 1), (16, 8000, 1), (1, 2048, 2048), (1, 8000, 512)),
+    "small": (*_MANY, (8, 1024, 1024)),  # prompts
     **dict.fromkeys(("delta", "space", "conv"), (*_FEW, *_MANY)),
 }
 PAGE_SIZE, MOST_TOKENS, WARM_UP = 16, 16 * 8000, 2
