@@ -19,7 +19,7 @@ from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.channels import Channels
 from pdserve.kvtransfer.conversion import Conversion
 from pdserve.kvtransfer.copies import Copy, OnStopped
-from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.speed import PairSpeed, until_read
 from pdserve.kvtransfer.ways import ways_to
 from pdserve.protocol.page_tables import Pages
@@ -82,13 +82,9 @@ class Mover:
         """Return the turn of each thread that moves pages."""
         return (self.turn,)
 
-    @property
-    def description(self) -> Description:
-        return self.region.description(self._backend.metadata)
-
     def describe(self) -> bytes:
         """Return what another process needs to write here; opaque to all but movers of the same name."""
-        return self.description.encode()
+        return self.region.described(self._backend.metadata)
 
     def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
         """Return the position of the first page here whose digest differs, or None."""

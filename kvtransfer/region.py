@@ -83,6 +83,11 @@ class Region:
         """Return the position of the first page whose digest differs, or None."""
         return first_difference(self.digests(pages), digests)
 
+    def described(self, metadata: bytes) -> bytes:
+        """Return what another process needs to know of it, with its share where it is a rank's."""
+        description = self.description(metadata)
+        return description.encode() if self.share is None else encode_ranks([(self.share, description)])
+
     def description(self, metadata: bytes = b"") -> "Description":
         pages = (self.address, self.num_pages, self.page_bytes)
         return Description(*pages, self.probe_address, len(self.probe), metadata, self.gpu)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from pdserve.base.errors import ConfigError
+from pdserve.settings.config import WorkerConfig
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -29,6 +30,10 @@ class Network:
     host: str = "127.0.0.1"  # an address of this machine or its name; 0.0.0.0 and :: stand for all addresses
     rdma_devices: tuple[str, ...] = ()  # as UCX names them: mlx5_0:1
     tcp_only: bool = False
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> "Network":
+        return cls(config.handoff_host, config.handoff_rdma_devices, tcp_only=config.handoff_transport == "tcp")
 
     def settings(self, *, gpu: bool = False) -> dict[str, str]:
         """Return the environment variables that confine UCX; ConfigError if it cannot be done.

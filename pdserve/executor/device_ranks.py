@@ -18,12 +18,13 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import Form, Progress, load_form
-from pdserve.executor.rank_frames import Channel, Ended, Pages, Setup
+from pdserve.executor.rank_frames import Ended, Pages, Setup
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
 from pdserve.executor.rank_memory import check_on_devices, rank_page_bytes
 from pdserve.executor.ranked import Followers, Leading, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
+from pdserve.net.frames import Channel
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import Device, WorkerConfig
 

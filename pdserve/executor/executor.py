@@ -1,9 +1,10 @@
 """What a worker knows of the device that computes its steps.
 
 Invariant: steps are computed in the order in which they were started, and a step is over when it is on all ranks. A
-worker that is served by several ranks knows them by their regions alone.
+worker that is served by several ranks knows them by their movers alone.
 """
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
@@ -23,8 +24,13 @@ class Executor(Protocol):
         ...
 
     @property
-    def regions(self) -> tuple[Region, ...]:
-        """Return the memory of pages: one that all ranks share, or one of each rank. Page i is row i of each."""
+    def region(self) -> Region:
+        """Return the memory of pages: one that all ranks share, or that of the first rank. Page i is row i of each."""
+        ...
+
+    @property
+    def mover_sockets(self) -> tuple[socket.socket, ...]:
+        """Return what drives the movers of all further ranks that have memory of their own (`RemoteMover`)."""
         ...
 
     def start(self, plan: StepPlan) -> Future[StepResult]:

@@ -32,7 +32,7 @@ from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
-from pdserve.executor.rank_memory import own_layout, rank_page_bytes, regions_of
+from pdserve.executor.rank_memory import own_layout, own_pages, rank_page_bytes, region_of
 from pdserve.executor.ranked import Followers, RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
@@ -41,6 +41,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.sharding import check_divides
+from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
@@ -114,8 +115,8 @@ def _load(
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
-    regions = None if own is None else regions_of([own.memory], config.degrees, layout)
-    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter, regions), layout, limits)
+    region = None if own is None else region_of(own.memory, own_pages(Rank(), layout))
+    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter, region), layout, limits)
 
 
 def _ranked(

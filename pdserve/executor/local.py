@@ -1,5 +1,6 @@
 """One rank, in the worker's own process."""
 
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -30,17 +31,17 @@ class LocalExecutor:
         device_name: str = "",
         step_s: float = 0.0,
         drafter: Drafter | None = None,
-        regions: tuple[Region, ...] | None = None,
+        region: Region | None = None,
     ) -> None:
         """`thread`: one thread, which `close` ends. With `step_s` steps are paced, one by one.
 
-        regions: of ranks with memory of their own; else there is one.
+        region: of a rank with memory of its own; else it is all of the runner's pages.
         """
         is_on_host = runner.kv.device.type == "cpu"
         self.device_name = device_name
-        self.regions = regions or (_region_of(runner.kv),)
-        pools = [torch.as_tensor(region.view) for region in self.regions]
-        pools += [] if drafter is None else drafter.own_memory
+        self.region = region or _region_of(runner.kv)
+        self.mover_sockets: tuple[socket.socket, ...] = ()
+        pools = [torch.as_tensor(self.region.view), *([] if drafter is None else drafter.own_memory)]
         self._pages_on_host = pools if is_on_host else []
         self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
         run = verifying(runner.run)

@@ -1,6 +1,7 @@
 """The process of a rank that is not the first: it computes its part of each step that rank 0 tells it.
 
-It ends when rank 0 does, or closes the socket; and at once when its own part fails, so that no rank waits for it.
+It ends when rank 0 does, or closes the socket; and at once when its own part fails, so that no rank waits for it. Where
+its pages are its own, it also runs their mover, as rank 0 orders on another socket: nobody else can reach them.
 """
 
 import logging
@@ -15,6 +16,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.base.processes import STOP_SIGNALS
 from pdserve.base.signals import die_with_parent, end_served
 from pdserve.executor.threads import thread_defaults
+from pdserve.net.frames import Channel
 from pdserve.observe.logs import configure_logging
 from pdserve.settings.config import WorkerConfig
 
@@ -34,7 +36,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(connected: socket.socket) -> None:
-    from pdserve.executor.rank_frames import Channel, Ended, Setup, Step, plan_of  # noqa: PLC0415 - see `_load`
+    from pdserve.executor.rank_frames import Ended, Setup, Step, plan_of  # noqa: PLC0415 - it knows of the engine
 
     channel = Channel(connected)
     with suppress(EOFError, OSError):
@@ -42,9 +44,13 @@ def _serve(connected: socket.socket) -> None:
         config = WorkerConfig.model_validate_json(setup.settings)
         configure_logging(f"{config.worker_id}/rank-{setup.index}", config.log_level, config.log_format)
         with thread_defaults(os.environ, config.num_threads, rank=setup.index, num_ranks=setup.size):
-            from pdserve.executor.rank_loading import load_follower  # noqa: PLC0415 - torch reads the environment
+            # Torch reads the environment.
+            from pdserve.executor.rank_loading import load_follower  # noqa: PLC0415
+            from pdserve.executor.rank_mover import start_mover  # noqa: PLC0415
         try:
-            follow = load_follower(config, setup, channel)
+            follow, region = load_follower(config, setup, channel)
+            if region is not None and setup.mover is not None:
+                start_mover(config, region, setup.mover)
         except EOFError:  # rank 0 has refused what it has loaded itself
             return
         except ConfigError as error:

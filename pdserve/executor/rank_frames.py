@@ -1,23 +1,30 @@
-"""What rank 0 and the processes of other ranks say to each other, packed, and the socket that carries it.
+"""What rank 0 and the processes of other ranks say to each other about steps.
 
 A step is its plan without what only rank 0 does: no sampling parameters, no texts. Page copies are told to ranks with
 memory of their own.
 """
 
-import socket
-import struct
-from typing import TypeVar
-
 import msgspec
 
 from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import SamplingParams
 
-MAX_BYTES = 1 << 30
-_LENGTH = struct.Struct("!I")
 _FOLLOWED = SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))  # rank 0 samples
+
+
+class OwnPages(msgspec.Struct, frozen=True):
+    """What a rank with memory of its own has of every page."""
+
+    share: Share
+    whole: Share  # of all ranks together
+    run_bytes: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.share.num_runs * self.run_bytes
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -29,9 +36,10 @@ class Setup(msgspec.Struct, array_like=True):
     index: int
     size: int
     slots: int  # the descriptor of the memory in which ranks add, or by which they find each other
-    pages: int | None  # and of that of pages, of all ranks or of this one; None: the rank has a device of its own
+    pages: int | OwnPages | None  # of that of all ranks' pages; or what this rank has of them; None: it is on a device
     num_pages: int | None  # None: as many as fit on each device
     has_library: bool  # rank 0, which adds as all others do
+    mover: int | None = None  # the descriptor of the socket on which rank 0 drives the mover of that memory
 
 
 class Part(msgspec.Struct, array_like=True):
@@ -68,43 +76,6 @@ class Ended(msgspec.Struct, array_like=True):
     failure: str = ""  # why it could not; empty: it could
     is_refusal: bool = False  # the operator can mend it
     num_pages: int = 0  # for which a rank has room that has loaded its part on a device of its own
-
-
-Message = TypeVar("Message", Setup, Pages, Step, Ended, bytes)
-
-
-class Channel:
-    """One end of the socket between rank 0 and another one; each message is read by one thread."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-
-    def send(self, message: Setup | Pages | Step | Ended | bytes) -> None:
-        """Send a message; OSError where the other end is gone."""
-        packed = msgspec.msgpack.encode(message)
-        self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
-
-    def limit(self, seconds: float | None) -> None:
-        """Raise TimeoutError where a message takes longer; the channel is of no use then. None: wait for ever."""
-        self._socket.settimeout(seconds)
-
-    def receive(self, kind: type[Message]) -> Message:
-        """Wait for a message; EOFError at the end of the stream, OSError where the other end is gone."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return msgspec.msgpack.decode(self._exactly(min(length, MAX_BYTES)), type=kind)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _exactly(self, count: int) -> bytearray:
-        received = bytearray(count)
-        view = memoryview(received)
-        while view:
-            length = self._socket.recv_into(view)
-            if not length:
-                raise EOFError
-            view = view[length:]
-        return received
 
 
 def step_of(plan: StepPlan) -> Step:

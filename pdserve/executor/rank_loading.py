@@ -9,36 +9,42 @@ from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
 from pdserve.executor.loading import describe_layout, fitting_of
-from pdserve.executor.rank_frames import Channel, Ended, Setup
-from pdserve.executor.rank_memory import mapped_pages, own_layout
+from pdserve.executor.rank_frames import Ended, OwnPages, Setup
+from pdserve.executor.rank_memory import mapped_pages, new_pages, own_layout, region_of
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.kvtransfer.region import Region
 from pdserve.model.weights import Rank
+from pdserve.net.frames import Channel
 from pdserve.settings.config import WorkerConfig
 
+Follow = Callable[[StepPlan], None]  # and tells rank 0 that the part has ended
 
-def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> Callable[[StepPlan], None]:
-    """Return what does the rank's part of a step and tells rank 0 that it has ended. channel: to rank 0."""
+
+def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Follow, Region | None]:
+    """Return what does the rank's part of a step, and its pages where they are its own. channel: to rank 0."""
     form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
     if config.device in KERNEL_DEVICES:
         model = form.checkpoint.config
         described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)
         layout = own_layout(model, described, config.degrees)
         fitting = fitting_of(config, form.checkpoint, layout, setup.num_pages)
-        return DeviceFollower(config, form, fitting, setup, channel).follow
-    runner, ranks = _load_on_cpu(config, setup, form, channel)
+        return DeviceFollower(config, form, fitting, setup, channel).follow, None
+    runner, ranks, region = _load_on_cpu(config, setup, form, channel)
 
     def follow(plan: StepPlan) -> None:
         runner.follow(plan)
         ranks.check()
         channel.send(Ended())
 
-    return follow
+    return follow, region
 
 
-def _load_on_cpu(config: WorkerConfig, setup: Setup, form: Form, channel: Channel) -> tuple[Runner, Ranks]:
-    """Return the rank's runner, and what it adds with.
+def _load_on_cpu(
+    config: WorkerConfig, setup: Setup, form: Form, channel: Channel
+) -> tuple[Runner, Ranks, Region | None]:
+    """Return the rank's runner, what it adds with, and its pages where they are its own.
 
     RuntimeError if only one of the two has a compiled library: they would wait for each other in the first sum.
     """
@@ -51,5 +57,11 @@ def _load_on_cpu(config: WorkerConfig, setup: Setup, form: Form, channel: Channe
     assert setup.num_pages is not None, "and know how many pages it holds"
     ranks = ranks_of(Rank.at(setup.index, config.degrees), mapped_pages(setup.slots), [channel], config.stalled_step_s)
     model = load_form(config, form, ranks.device, ranks)
-    pages = RankPages(mapped_pages(setup.pages), are_own=config.rank_memory == "own")
-    return Runner(model, setup.num_pages, config.page_size, pages=pages), ranks
+    region = None
+    if isinstance(setup.pages, OwnPages):
+        memory = mapped_pages(new_pages(setup.num_pages * setup.pages.page_bytes))
+        region = region_of(memory, setup.pages)
+    else:
+        memory = mapped_pages(setup.pages)
+    pages = RankPages(memory, are_own=region is not None)
+    return Runner(model, setup.num_pages, config.page_size, pages=pages), ranks, region

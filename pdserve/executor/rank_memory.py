@@ -1,11 +1,10 @@
 """Memory for KV pages of the ranks of a worker: one that all of them map, or one of each rank (`rank_memory`).
 
-Such memory has no name, and ends with the last process that has mapped it.
+Such memory has no name, and ends with the last process that has mapped it. A rank alone maps what is its own.
 """
 
 import mmap
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.executor.form import KERNEL_DEVICES, untried_kind
+from pdserve.executor.rank_frames import OwnPages
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.routes import Share
 from pdserve.model.config import ModelConfig
@@ -58,24 +58,22 @@ def check_on_devices(degrees: Degrees, device: Device, quantization: ChosenQuant
         raise ConfigError(f"quantization: {quantization} is not served by {degrees} on {device} yet; none is")
 
 
-def share_of(rank: Rank, layout: KvLayout) -> Share:
+def own_pages(rank: Rank, layout: KvLayout) -> OwnPages:
     """Return what a rank with memory of its own holds of each page."""
+    share, whole = _share_of(rank, layout), _share_of(Rank(), layout)
+    return OwnPages(share, whole, layout.page_bytes // whole.num_runs)
+
+
+def region_of(memory: Tensor, own: OwnPages) -> Region:
+    """Return the memory of a rank's pages as a region. memory: uint8."""
+    return Region.of_rank(memory.view(-1, own.page_bytes).numpy(), own.share, own.whole)
+
+
+def _share_of(rank: Rank, layout: KvLayout) -> Share:
     layers, heads = rank.layers(layout.num_layers), rank.kv_heads(layout.num_kv_heads)
     return Share((layers.start, layers.stop), (heads.start, heads.stop))
 
 
 def rank_page_bytes(layout: KvLayout, rank: Rank) -> int:
     """Return the bytes of a rank's part of a page."""
-    return layout.page_bytes // share_of(Rank(), layout).num_runs * share_of(rank, layout).num_runs
-
-
-def shares_of(degrees: Degrees, layout: KvLayout) -> tuple[Share, ...]:
-    return tuple([share_of(Rank.at(index, degrees), layout) for index in range(degrees.num_ranks)])
-
-
-def regions_of(memories: Sequence[Tensor], degrees: Degrees, layout: KvLayout) -> tuple[Region, ...]:
-    """Return the memory of each rank as a region. memories: uint8, of as many pages each."""
-    whole, num_pages = share_of(Rank(), layout), sum([len(each) for each in memories]) // layout.page_bytes
-    views = [memory.view(num_pages, -1).numpy() for memory in memories]
-    shares = shares_of(degrees, layout)
-    return tuple([Region.of_rank(view, share, whole) for view, share in zip(views, shares, strict=True)])
+    return own_pages(rank, layout).page_bytes

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError, DeviceError
-from pdserve.executor.rank_frames import Channel
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.library import DTYPES, library
@@ -17,6 +16,7 @@ from pdserve.kernels.cpu.ranks import SLOT_BYTES, RankMemory, gather_columns, su
 from pdserve.model.elementwise import times
 from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
+from pdserve.net.frames import Channel
 from pdserve.settings.degrees import Degrees
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ fails or ends is a broken device: this process ends, and the kernel ends its chi
 
 By default all ranks share one memory for pages, in which each writes its own heads, or its own layers. So rank 0 alone
 has a mover, and its pages are those of a worker with one rank. Where each rank has memory of its own, with its heads or
-layers alone, there is a region for each, and pages are copied on all ranks.
+layers alone, it has a mover of its own, which rank 0 drives over a second socket, and pages are copied on all ranks.
 """
 
 import logging
@@ -28,9 +28,9 @@ from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
-from pdserve.executor.rank_frames import Channel, Ended, Pages, Setup, step_of
+from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, step_of
 from pdserve.executor.rank_group import GroupRanks
-from pdserve.executor.rank_memory import mapped_pages, new_pages, rank_page_bytes, regions_of
+from pdserve.executor.rank_memory import mapped_pages, new_pages, own_pages, region_of
 from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
 from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.executor.threads import given_environment
@@ -38,6 +38,7 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
 from pdserve.model.weights import Rank
+from pdserve.net.frames import Channel
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig
 
@@ -63,35 +64,42 @@ class Followers:
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
         check_library(degrees)
-        size = degrees.num_ranks
-        self._has_own = config.rank_memory == "own"
-        page_bytes = [layout.page_bytes]  # of one memory, or of each rank's
-        if self._has_own:
-            page_bytes = [rank_page_bytes(layout, Rank.at(index, degrees)) for index in range(size)]
-        self.slots, memories = new_pages(0 if own else slots_bytes(degrees)), list[int]()
+        self._has_own, self.mover_sockets = config.rank_memory == "own", tuple[socket.socket, ...]()
+        self.slots, memory, owns = new_pages(0 if own else slots_bytes(degrees)), None, list[OwnPages]()
         if own is None:
             assert num_pages is not None, "CPUs have as many pages as they are asked for"
-            memories = [new_pages(num_pages * each) for each in page_bytes]
+            ranks = range(degrees.num_ranks)
+            owns = [own_pages(Rank.at(index, degrees), layout) for index in ranks if self._has_own]
+            memory = new_pages(num_pages * (owns[0] if owns else layout).page_bytes)
+        loaded = (str(form.checkpoint.path), form.weights_hash)
+        settings = config.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
         try:
-            for index in range(1, size):
-                memory = memories[index % len(memories)] if memories else None
-                child = _started(self.slots, *([] if memory is None else [memory]))
-                self._children.append(child)
-                watched = index, child[0]
-                threading.Thread(target=self._watch, args=watched, name=f"rank-{index}", daemon=True).start()
-                model = (str(form.checkpoint.path), form.weights_hash)
-                settings = config.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
-                setup = Setup(settings, *model, index, size, self.slots, memory, num_pages, has_library)
-                child[1].send(setup)
+            for index in range(1, degrees.num_ranks):
+                pages, size = owns[index] if owns else memory, degrees.num_ranks
+                self._add(Setup(settings, *loaded, index, size, self.slots, pages, num_pages, has_library))
         except BaseException:
             self.close()
             raise
         finally:
-            mapped = list(map(mapped_pages, memories))
-            self.memory = mapped[0] if mapped else None  # of this rank's pages, unless it has a device
-            self.regions = regions_of(mapped, degrees, layout) if self._has_own and mapped else None
+            self.memory = None if memory is None else mapped_pages(memory)  # of this rank's pages
+            self.region = region_of(self.memory, owns[0]) if owns and self.memory is not None else None
             channels = [channel for _, channel in self._children]
             self.ranks = own or ranks_of(Rank.at(0, degrees), mapped_pages(self.slots), channels, config.stalled_step_s)
+
+    def _add(self, setup: Setup) -> None:
+        """Start a rank, and tell it what it is to load."""
+        if isinstance(setup.pages, OwnPages):
+            driven, theirs = socket.socketpair()
+            self.mover_sockets += (driven,)
+            with theirs:
+                setup.mover = theirs.fileno()
+                process, channel = _started(setup.slots, setup.mover)
+        else:
+            process, channel = _started(setup.slots, *([] if setup.pages is None else [setup.pages]))
+        self._children.append((process, channel))
+        watched = setup.index, process
+        threading.Thread(target=self._watch, args=watched, name=f"rank-{setup.index}", daemon=True).start()
+        channel.send(setup)
 
     def meet(self) -> list[int]:
         """Wait until all have loaded; return for how many pages each has room that has a device of its own.
@@ -146,6 +154,8 @@ class Followers:
     def close(self) -> None:
         """End them; blocks."""
         self._is_closing = True
+        for driven in self.mover_sockets:
+            driven.close()
         for _, channel in self._children:
             channel.close()
         for process, _ in self._children:
@@ -184,15 +194,19 @@ class RankedExecutor:
         leading = Leading(runner, followers, begin)
         if isinstance(runner, LaunchingRunner):
             leading = LeadingLaunches(runner, followers)
-        self._local = LocalExecutor(leading, thread, device_name, step_s, regions=followers.regions)
+        self._local = LocalExecutor(leading, thread, device_name, step_s, region=followers.region)
 
     @property
     def device_name(self) -> str:
         return self._local.device_name
 
     @property
-    def regions(self) -> tuple[Region, ...]:
-        return self._local.regions
+    def region(self) -> Region:
+        return self._local.region
+
+    @property
+    def mover_sockets(self) -> tuple[socket.socket, ...]:
+        return self._followers.mover_sockets
 
     def start(self, plan: StepPlan) -> Future[StepResult]:
         if (ahead := self._ahead) is None:

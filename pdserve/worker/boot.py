@@ -3,7 +3,6 @@
 Opens the checkpoint, has it loaded, schedules its pages, and starts the library that moves them.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.ranked_mover import AnyMover, RankedMover
 from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.remote_mover import RemoteMover
 from pdserve.net.rpc import split_address
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.prefix_hash import PrefixHasher
@@ -53,8 +53,7 @@ def build_engine(
         loaded = load(config, checkpoint, progress, seat)
         failed.callback(loaded.executor.close)
         model_name = config.served_model_name or checkpoint.name
-        num_pages = min(region.num_pages for region in loaded.executor.regions)
-        cache = KvCache(num_pages, loaded.layout.paging, PrefixHasher(secret, model_name))
+        cache = KvCache(loaded.executor.region.num_pages, loaded.layout.paging, PrefixHasher(secret, model_name))
         scheduler = Scheduler(cache, loaded.limits)
         failed.pop_all()
     return Engine(loaded.executor, scheduler, loaded.layout, checkpoint.config.vocab_size, model_name)
@@ -65,17 +64,16 @@ def check_network(config: WorkerConfig) -> None:
     if config.mover == "nixl":
         if not any(map(find_spec, ("nixl_cu13", "nixl_cu12"))):
             raise not_installed("nixl_cu12")
-        _network(config).settings()
+        Network.of(config).settings()
 
 
-def build_mover(
-    config: WorkerConfig, me: Peer, regions: Sequence[Region], on_stopped: OnStopped, secret: bytes
-) -> AnyMover:
-    """Start the configured mover."""
+def build_mover(config: WorkerConfig, me: Peer, executor: Executor, on_stopped: OnStopped, secret: bytes) -> AnyMover:
+    """Start the configured mover, where ranks have memory of their own in each rank's process."""
     if config.test_fail_copies and config.mover != "nixl":
         raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
-    backends = [_backend(config, me, region, secret) for region in regions]
-    return Mover(backends[0], on_stopped) if regions[0].share is None else RankedMover(backends, on_stopped)
+    others = [RemoteMover(each, me, part, on_stopped) for part, each in enumerate(executor.mover_sockets, start=1)]
+    own = Mover(_backend(config, me, executor.region, secret), on_stopped)
+    return own if executor.region.share is None else RankedMover(own, others)
 
 
 def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes) -> Backend:
@@ -83,14 +81,10 @@ def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes) -> B
     if config.mover == "nixl":
         from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
 
-        return NixlBackend(me, region, _network(config), config.test_fail_copies)
+        return NixlBackend(me, region, Network.of(config), config.test_fail_copies)
     from pdserve.kvtransfer.backends.collective import CollectiveBackend  # noqa: PLC0415
     from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
     meeting = Meeting(secret, config.handoff_host, split_address(config.handoff_advertise or "")[0])
     staged = config.device in KERNEL_DEVICES  # an engine in the interpreter does as one on a GPU
     return CollectiveBackend(me, region, meeting, staged=staged)
-
-
-def _network(config: WorkerConfig) -> Network:
-    return Network(config.handoff_host, config.handoff_rdma_devices, tcp_only=config.handoff_transport == "tcp")

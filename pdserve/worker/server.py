@@ -162,10 +162,9 @@ async def assemble(
     def on_stopped(message: ReceiverMessage) -> None:
         loop.call_soon_threadsafe(listener.put, message)
 
-    regions = engine.executor.regions
-    mover = build_mover(config, peer, regions, on_stopped, credentials.secret)
+    mover = build_mover(config, peer, engine.executor, on_stopped, credentials.secret)
     listener.guard(mover)
-    rules = rules_of(config, len(regions))
+    rules = rules_of(config, len(mover.turns))
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
     me = Introduction(peer, engine.layout)
     servicer = HandoffServicer(me, mover, listener, reporter.refused)

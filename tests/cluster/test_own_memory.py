@@ -1,13 +1,16 @@
 """Workers whose ranks have memory of their own hand off to workers of other degrees, as one rank with all would."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import moving
 import psutil
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
-from model_zoo import assert_right, load_oracle, prompt, write_model
+from looking import until
+from model_zoo import assert_right, first_disagreement, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
 
 OWN = (
@@ -98,64 +101,126 @@ def assert_hands_off(
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
 
 
+@contextmanager
+def copying(cluster: LiveCluster, asked: list[int], num_prefills: int = 1) -> Iterator[tuple[grpc.Call, Answer, str]]:
+    """Ask for an answer whose pages are on their way throughout the block: no rank of the receiver reads what comes.
+
+    Yields the call, the answer with its first token, and the name of the worker whose ranks write.
+    """
+    with cluster.frozen(*[f"prefill-{number}" for number in range(num_prefills)]):
+        call = cluster.start(greedy(asked, 30))
+        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
+    (writer,) = [w.registration.worker_id for w in status.workers if w.num_assigned and w.load.pages_granted == 0]
+    answer = Answer()
+    with stopped(*processes_of(cluster, "decode-0")):
+        answer.add(next(call))
+        yield call, answer, writer
+
+
+@contextmanager
+def stopped(*processes: psutil.Process) -> Iterator[None]:
+    for each in processes:
+        each.suspend()
+    try:
+        yield
+    finally:
+        for each in processes:
+            with suppress(psutil.NoSuchProcess):
+                each.resume()
+
+
+def processes_of(cluster: LiveCluster, name: str) -> list[psutil.Process]:
+    """Return the processes of all ranks of a worker, in their order."""
+    return [psutil.Process(cluster.pid_of(name)), *ranks_of(cluster, name)]
+
+
+def wide(folder: Path) -> Path:
+    return write_model("llama3", folder / "model", **WIDE)
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts_are_placed_again(
-    tmp_path: Path,
+    tmp_path: Path, victim: int
 ) -> None:
-    model = write_model("llama3", tmp_path / "model", **WIDE)
+    """Whichever it is, the other one ends as well, before the next process of their worker is started."""
+    model, asked = wide(tmp_path), prompt(LONG, "killed")
     sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
-    asked = prompt(LONG, "killed")
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
-        with cluster.frozen("prefill-0"):
-            call = cluster.start(greedy(asked, 30))
-            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
-        answer, (rank,) = Answer(), ranks_of(cluster, "prefill-0")
-        before = cluster.pid_of("prefill-0")
-        with cluster.frozen("decode-0"):  # it does not read what is written: the copies are under way until it does
-            answer.add(next(call))
-            rank.kill()
-            psutil.Process(before).wait(5) if psutil.pid_exists(before) else None
+        with copying(cluster, asked) as (call, answer, writer):
+            ranks = processes_of(cluster, writer)
+            ranks[victim].kill()
+            until(lambda: cluster.state.pid_of(writer) not in (None, ranks[0].pid))
+            assert not any(each.is_running() for each in ranks)
         answer.read(call)
-        assert (cluster.pid_of("prefill-0") != before, answer.ledger.attempts) == (True, 2)
+        assert answer.ledger.attempts == 2
         status = cluster.wait_for(is_idle, 5)
     assert_right(load_oracle(model), asked, answer.tokens[0], 30)
     assert load_of(status, "decode-0").num_digest_mismatches == 0
 
 
 @pytest.mark.long
-def test_pages_that_ranks_still_write_come_back_when_their_worker_thaws(tmp_path: Path) -> None:
-    model = write_model("llama3", tmp_path / "model", **WIDE)
-    sizes = (
-        "--prefill",
-        "2",
-        "--prefill-tp",
-        "2",
-        "--decode-pp",
-        "2",
-        "--page-size",
-        "16",
-        "--handoff-transport",
-        "tcp",
-    )
-    asked, prefills = prompt(LONG, "frozen"), ("prefill-0", "prefill-1")
-    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
-        meet(cluster, 2)
-        with cluster.frozen(*prefills):
-            call = cluster.start(greedy(asked, 30))
-            status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
-        (writer,) = [w.registration.worker_id for w in status.workers if w.num_assigned and w.load.pages_granted == 0]
-        answer = Answer()
-        with cluster.frozen("decode-0"):  # it does not read what is written: the copies are under way until it does
-            answer.add(next(call))
-            frozen.enter_context(cluster.frozen(writer))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_once_it_is_back(
+    tmp_path: Path, victim: int
+) -> None:
+    model, asked = wide(tmp_path), prompt(LONG, "receiver")
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
+        meet(cluster, 1)
+        with copying(cluster, asked) as (call, answer, _):
+            processes_of(cluster, "decode-0")[victim].kill()
         answer.read(call)
         assert answer.ledger.attempts == 2
-        assert load_of(cluster.status(), "decode-0").pages_quarantined == LONG // 16, "what is frozen may still write"
+        status = cluster.wait_for(is_idle, 5)
+    assert_right(load_oracle(model), asked, answer.tokens[0], 30)
+    assert load_of(status, "prefill-0").pages_free == 500, (
+        "nothing is in doubt once the receiver is known to have ended"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("frozen_rank", [0, 1])
+def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tmp_path: Path, frozen_rank: int) -> None:
+    """If it is the first one the worker is silent, and its request placed again. Else the client leaves."""
+    model, asked = wide(tmp_path), prompt(LONG, "frozen")
+    sizes = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
+        meet(cluster, 2)
+        with copying(cluster, asked, 2) as (call, answer, writer):
+            frozen.enter_context(stopped(processes_of(cluster, writer)[frozen_rank]))
+        if frozen_rank == 0:
+            answer.read(call)
+            assert answer.ledger.attempts == 2
+            assert_right(load_oracle(model), asked, answer.tokens[0], 30)
+        else:
+            call.cancel()
+        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == LONG // 16, 10)
+        with pytest.raises(AssertionError, match="not within"):
+            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined < LONG // 16, 6)
         frozen.close()
         status = cluster.wait_for(is_idle, 20)
+        assert load_of(status, "decode-0").num_digest_mismatches == 0
+        again = [cluster.generate(greedy(asked, 30)) for _ in range(2)]
+    assert all(first_disagreement(load_oracle(model), asked, each.tokens[0]) is None for each in again)
+
+
+@pytest.mark.long
+def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path: Path) -> None:
+    model, asked = wide(tmp_path), prompt(LONG, "frozen and killed")
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
+        meet(cluster, 1)
+        with copying(cluster, asked) as (call, _, writer):
+            (rank,) = ranks_of(cluster, writer)
+            rank.suspend()
+        call.cancel()
+        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == LONG // 16, 10)
+        rank.kill()
+        cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
+        answer = cluster.generate(greedy(asked, 30))
     assert_right(load_oracle(model), asked, answer.tokens[0], 30)
-    assert load_of(status, "decode-0").num_digest_mismatches == 0
 
 
 @pytest.mark.long

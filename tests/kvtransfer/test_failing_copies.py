@@ -5,6 +5,7 @@ import queue
 import numpy as np
 from divided_pages import Divided, by_heads, random_pages
 from mover_settings import pages
+from ranked_movers import ranked_mover
 
 from pdserve.base.clock import new_incarnation
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
@@ -12,7 +13,6 @@ from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.ranked_mover import RankedMover
 from pdserve.kvtransfer.region import Region
 
 HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
@@ -54,16 +54,15 @@ def test_equal_seeds_fail_the_same_copies() -> None:
 def test_a_slice_that_cannot_be_posted_to_a_second_rank_leaves_no_copy_in_doubt_when_the_first_one_has_it() -> None:
     stopped, network = queue.SimpleQueue[ReceiverMessage](), Network(tcp_only=True)  # where no slice lands at once
     ours, theirs = (Divided.of(random_pages(8, seed), by_heads(seed)).regions for seed in (1, 2))
-    receiver = RankedMover([NixlBackend(PEER, region, network) for region in theirs], lambda _: None)
-    writer = RankedMover([NixlBackend(Peer(WorkerId("c"), new_incarnation()), ours[0], network, 0.4)], stopped.put)
-    try:
+    writing = NixlBackend(Peer(WorkerId("c"), new_incarnation()), ours[0], network, 0.4)
+    with (
+        ranked_mover([NixlBackend(PEER, region, network) for region in theirs], lambda _: None) as receiver,
+        ranked_mover([writing], stopped.put) as writer,
+    ):
         writer.attach(PEER, receiver.describe())
         ends = []
         for _ in range(60):
             writer.write(PEER, HANDOFF, pages(1), pages(2))
             ends.append(stopped.get(timeout=20).event)
-    finally:
-        writer.close()
-        receiver.close()
     assert 20 <= sum(end.digests is None for end in ends) <= 55
     assert not any(end.in_doubt for end in ends)

@@ -1,10 +1,15 @@
 """What a worker orders of the movers of its ranks, each of them does; what becomes of one rank's part, it is told."""
 
+import asyncio
 import queue
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from looking import until
+from ranked_movers import ranked_mover
 from scripted_backend import (
     FIRST,
     HANDOFF,
@@ -17,13 +22,19 @@ from scripted_backend import (
 )
 
 from pdserve.base.clock import VirtualClock
+from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId, Peer
 from pdserve.kvtransfer.channels import MAX_SLICES_IN_FLIGHT, MIN_SLICE_PAGES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
+from pdserve.kvtransfer.mover import MAX_OUTSTANDING
+from pdserve.kvtransfer.mover_process import serve
 from pdserve.kvtransfer.ranked_mover import RankedMover
 from pdserve.kvtransfer.region import Description, encode_ranks
+from pdserve.kvtransfer.remote_mover import RemoteMover
+from pdserve.kvtransfer.remote_orders import Answer, Order
 from pdserve.kvtransfer.routes import Share
 from pdserve.kvtransfer.speed import WINDOW_S
+from pdserve.net.frames import Channel
 
 SHARES = Share((0, 1), (0, 1)), Share((0, 1), (1, 2))
 DESCRIPTION = encode_ranks([(share, Description(0, NUM_PAGES, PAGE_BYTES, 0, PROBE_PAGES, b"")) for share in SHARES])
@@ -51,6 +62,10 @@ class Ranks:
         for posted in self.backends[rank].posted:
             posted.end = "landed"
 
+    def looked_at(self, holds: Callable[[], bool]) -> bool:
+        """Return once something holds, as a worker's heartbeats see: what another rank says comes with the next one."""
+        return until(lambda: bool(self.mover.turns) and holds())
+
     def both_stopped(self) -> list[CopyStopped]:
         """Return how both parts of a copy have ended, in the order of ranks."""
         ended = [self.stopped.get(timeout=20).event for _ in self.backends]
@@ -60,13 +75,18 @@ class Ranks:
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
+    with two_ranks() as ranks:
+        yield ranks
+
+
+@contextmanager
+def two_ranks() -> Iterator[Ranks]:
     backends, clock = (scripted_backend(SHARES[0]), scripted_backend(SHARES[1])), VirtualClock()
     stopped = queue.SimpleQueue[ReceiverMessage]()
-    mover = RankedMover(backends, stopped.put, clock)
-    for peer in (FIRST, SECOND):
-        mover.attach(peer, DESCRIPTION)
-    yield Ranks(backends, clock, mover, stopped)
-    mover.close()
+    with ranked_mover(backends, stopped.put, clock) as mover:
+        for peer in (FIRST, SECOND):
+            mover.attach(peer, DESCRIPTION)
+        yield Ranks(backends, clock, mover, stopped)
 
 
 def test_of_a_cancelled_hand_off_no_rank_posts_any_more(ranks: Ranks) -> None:
@@ -90,12 +110,22 @@ def test_each_rank_reports_its_part_of_a_copy_to_a_process_that_has_ended(ranks:
 def test_a_rank_that_still_writes_is_watched_whichever_it_is(ranks: Ranks, busy: int) -> None:
     ranks.write(FIRST, 1)
     ranks.land(1 - busy)
-    ranks.backends[busy].let_it_look()
-    before = ranks.mover.turns[busy]
-    ranks.backends[busy].let_it_look()
-    assert before is not None
-    assert ranks.mover.turns[busy] not in (None, before)
-    assert any(ranks.mover.turns[1 - busy] is None for _ in range(10_000_000)), "it soon has nothing to do"
+    seen = set[int | None]()
+    until(lambda: seen.add(ranks.mover.turns[busy]) or len(seen - {None}) > 3)  # type: ignore[func-returns-value]
+    until(lambda: ranks.mover.turns[1 - busy] is None)
+
+
+def test_a_rank_that_does_not_answer_looks_like_one_whose_thread_hangs() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mover, rank = RemoteMover(ours, FIRST, 1, print), Channel(theirs)
+        begin = rank.receive(Order)  # type: ignore[arg-type]
+        rank.send(Answer(begin.number, b"described"))
+        assert mover.description == b"described"
+        asked, *after = [mover.turn for _ in range(4)]
+        assert asked is None, "it had nothing to do so far"
+        assert after == [after[0]] * 3
+        assert after[0] is not None
 
 
 @pytest.mark.parametrize("stalled", [0, 1])
@@ -104,13 +134,13 @@ def test_a_peer_counts_as_stalled_once_if_the_bytes_of_any_rank_hardly_move(rank
     ranks.clock.advance(WINDOW_S)
     for backend in ranks.backends:
         backend.let_it_look()
-    assert ranks.mover.num_stalled == 1
+    assert ranks.looked_at(lambda: ranks.mover.num_stalled == 1)
     ranks.land(1 - stalled)
     assert ranks.stopped.get(timeout=20).event.reason == ""
-    assert ranks.mover.num_stalled == 1
+    assert ranks.looked_at(lambda: ranks.mover.num_stalled == 1)
     ranks.land(stalled)
     assert ranks.stopped.get(timeout=20).event.reason == ""
-    assert ranks.mover.num_stalled == 0
+    assert ranks.looked_at(lambda: ranks.mover.num_stalled == 0)
 
 
 def test_peers_to_which_different_ranks_are_stalled_are_added_up(ranks: Ranks) -> None:
@@ -121,7 +151,7 @@ def test_peers_to_which_different_ranks_are_stalled_are_added_up(ranks: Ranks) -
     ranks.clock.advance(WINDOW_S)
     for backend in ranks.backends:
         backend.let_it_look()
-    assert ranks.mover.num_stalled == 2
+    assert ranks.looked_at(lambda: ranks.mover.num_stalled == 2)
 
 
 async def test_what_an_ended_process_has_sent_is_cut_off_from_the_pages_of_each_rank(ranks: Ranks) -> None:
@@ -129,9 +159,46 @@ async def test_what_an_ended_process_has_sent_is_cut_off_from_the_pages_of_each_
     assert [backend.cuts for backend in ranks.backends] == [[FIRST]] * 2
 
 
-def test_closing_closes_the_library_of_each_rank(ranks: Ranks) -> None:
-    ranks.write(FIRST, 1)
-    ranks.land(0)
-    ranks.stopped.get(timeout=20)
-    ranks.mover.close()
+def test_closing_closes_the_library_of_each_rank() -> None:
+    with two_ranks() as ranks:
+        ranks.write(FIRST, 1)
+        ranks.land(0)
+        ranks.stopped.get(timeout=20)
     assert [backend.closed_in_flight for backend in ranks.backends] == [False, True]
+
+
+def test_what_was_asked_of_a_rank_that_ends_fails_and_its_copies_are_never_taken_for_stopped() -> None:
+    ours, theirs = socket.socketpair()
+    stopped = queue.SimpleQueue[ReceiverMessage]()
+    with ours:
+        with theirs:
+            mover = RemoteMover(ours, FIRST, 1, stopped.put)
+            mover.write(SECOND, HANDOFF, (PageId(1),), (PageId(2),))
+            settling = mover.settle(SECOND)
+        for each in (settling, mover.attach(SECOND, b"")):
+            with pytest.raises(InvariantError, match="the process of rank 1 has ended"):
+                each.result(20)
+        assert mover.turn is not None
+    assert stopped.empty()
+
+
+def test_a_rank_whose_first_rank_has_ended_is_driven_by_nobody() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    lost = list[bool]()
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(serve(theirs, lambda *_: pytest.fail("nobody has asked for one"), lambda: lost.append(True)))
+    assert lost == [True]
+
+
+def test_no_more_copies_are_ordered_than_a_mover_takes() -> None:
+    ours, theirs = socket.socketpair()
+    stopped = queue.SimpleQueue[ReceiverMessage]()
+    with ours, theirs:  # the rank is frozen
+        mover = RemoteMover(ours, FIRST, 1, stopped.put)
+        for _ in range(MAX_OUTSTANDING):
+            mover.write(SECOND, HANDOFF, (), ())
+        assert stopped.empty()
+        mover.write(SECOND, HANDOFF, (), ())
+        ended = stopped.get(timeout=20).event
+    assert ended == CopyStopped(None, "16384 copies are outstanding already", part=1)

@@ -11,6 +11,7 @@ import pytest
 from divided_pages import WAYS_TO_DIVIDE, Divided, by_heads, random_pages
 from loopback import LoopbackBackend
 from mover_settings import HANDOFF, pages
+from ranked_movers import ranked_mover
 
 from pdserve.base.clock import new_incarnation
 from pdserve.base.errors import ProtocolError
@@ -62,8 +63,7 @@ class Making:
         content = Divided.of(random_pages(32, seed), WAYS_TO_DIVIDE[divided])
         peer, stopped = Peer(WorkerId(name), new_incarnation()), queue.SimpleQueue[ReceiverMessage]()
         regions = content.regions
-        mover = RankedMover([self._backend(peer, region) for region in regions], stopped.put)
-        self.stack.callback(mover.close)
+        mover = self.stack.enter_context(ranked_mover([self._backend(peer, each) for each in regions], stopped.put))
         return Worker(content, regions, mover, peer, stopped)
 
     def _backend(self, me: Peer, region: Region) -> Backend:
@@ -113,14 +113,14 @@ def test_a_peer_that_lacks_a_rank_or_has_pages_of_another_size_is_refused() -> N
     with ExitStack() as stack:
         making = Making("loopback", stack)
         ours, theirs = making.worker("p", "two ranks", 1), making.worker("d", "two ranks", 2)
-        lacking = RankedMover([LoopbackBackend(theirs.pages.regions[0])], lambda _: None)
+        lacking = stack.enter_context(ranked_mover([LoopbackBackend(theirs.pages.regions[0])], lambda _: None))
         small = [
             Region.of_rank(np.zeros((32, each.num_runs * 8), np.uint8), each, by_heads(1)[0]) for each in by_heads(2)
         ]
-        smaller = RankedMover([LoopbackBackend(region) for region in small], lambda _: None)
+        smaller = stack.enter_context(ranked_mover([LoopbackBackend(region) for region in small], lambda _: None))
         alone = Mover(LoopbackBackend(Region.of(random_pages(32))), lambda _: None)
+        stack.callback(alone.close)
         for mover, problem in ((lacking, "each layer and KV head once"), (smaller, "page_bytes"), (alone, "PDKV")):
-            stack.callback(mover.close)
             with pytest.raises(ProtocolError, match=problem):
                 ours.mover.attach(theirs.peer, mover.describe())
 

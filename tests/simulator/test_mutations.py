@@ -95,6 +95,7 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "follow_a_role_of_a_smaller_epoch": 3,
     "leave_out_the_last_rank_of_a_receiver": 24,
     "take_digests_by_the_place_of_runs_on_their_rank": 24,
+    "take_the_end_of_the_first_rank_for_that_of_all": 10,
 }
 
 

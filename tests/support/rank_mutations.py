@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from breaking import Original, breaks
 
-from faultsim import ranks
+from faultsim import cluster, ranks
 from pdserve.kvtransfer.doors import CopyStopped
 from pdserve.kvtransfer.routes import Route, Share
 from pdserve.prefill_worker import sender
@@ -51,3 +51,9 @@ def leave_out_the_last_rank_of_a_receiver(
 @breaks(Share, "run_numbers")
 def take_digests_by_the_place_of_runs_on_their_rank(original: Original, self: Share, whole: Share) -> tuple[int, ...]:
     return tuple(range(self.num_runs))
+
+
+@breaks(cluster, "proved_after_s")
+def take_the_end_of_the_first_rank_for_that_of_all(original: Original, noticed_s: float, last_rank_s: float) -> float:
+    """Report a worker's end, and start its next process, while another rank may still write."""
+    return noticed_s

@@ -55,6 +55,7 @@ class TwoRanks:
     def __init__(self, new_runner: Callable[[], Runner], page_size: int) -> None:
         self.ranks = tuple(Rank(number, new_runner()) for number in range(NUM_RANKS))
         self.regions = tuple(rank.region for rank in self.ranks)
+        self.region, self.mover_sockets = self.regions[0], ()  # no process is driven
         self._page_size = page_size
         self._meet = threading.Barrier(NUM_RANKS, timeout=LONGEST_S)
         self._ends = ThreadPoolExecutor(1, "step-ends")

@@ -108,7 +108,7 @@ def test_the_engine_is_built_so_and_the_log_says_why(
     caplog.set_level("INFO")
     engine = build_engine(config, open_model(config), b"secret", lambda _: None)
     assert engine.layout.dtype == expected
-    assert engine.executor.regions[0].page_bytes == engine.layout.page_bytes
+    assert engine.executor.region.page_bytes == engine.layout.page_bytes
     assert f"dtype {expected}: this processor has" in caplog.text
 
 

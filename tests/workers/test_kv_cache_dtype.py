@@ -30,7 +30,7 @@ def layout_of(config: WorkerConfig) -> tuple[KvLayout, int]:
     """Return how a worker's pages lie, and how many it has."""
     engine = build_engine(config, open_model(config), b"secret", lambda share: None)
     engine.executor.close()
-    (region,) = engine.executor.regions
+    region = engine.executor.region
     assert region.view.shape == (engine.scheduler.cache.pool.num_pages, engine.layout.page_bytes)
     return engine.layout, len(region.view)
 

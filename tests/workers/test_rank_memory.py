@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 from model_zoo import write_model
 
+from pdserve.base.clock import new_incarnation
 from pdserve.base.errors import ConfigError
+from pdserve.base.ids import PageId, Peer, WorkerId
+from pdserve.kvtransfer.region import decode_ranks
 from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import build_engine, open_model
+from pdserve.worker.boot import build_engine, build_mover, open_model
 
 TWO = {"tensor_parallel_size": 2}
 
@@ -74,16 +77,20 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
         ({"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
     ],
 )
-def test_each_rank_has_a_region_with_its_heads_or_layers(
+def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
     tmp_path: Path, settings: dict[str, object], shares: list[Share]
 ) -> None:
     write_model("llama3", tmp_path, num_hidden_layers=3)
     config = worker(tmp_path, **settings)
     engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    mover = build_mover(config, Peer(WorkerId("w"), new_incarnation()), engine.executor, lambda _: None, b"secret")
+    described = decode_ranks(mover.describe())
+    assert mover.first_mismatch((PageId(3), PageId(9)), (0, 0)) == 0
+    mover.close()
     engine.executor.close()
-    assert [region.share for region in engine.executor.regions] == shares
-    assert {region.num_pages for region in engine.executor.regions} == {64}
-    assert sum(region.page_bytes for region in engine.executor.regions) == engine.layout.page_bytes
+    assert [share for share, _ in described] == shares
+    assert {each.num_pages for _, each in described} == {64}
+    assert sum(each.page_bytes for _, each in described) == engine.layout.page_bytes
     assert engine.layout.page_digest == "xxh3_runs"
 
 

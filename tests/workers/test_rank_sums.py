@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pdserve.base.errors import DeviceError
 from pdserve.executor import rank_sums
-from pdserve.executor.rank_frames import Channel
 from pdserve.executor.rank_memory import mapped_pages, new_pages
 from pdserve.executor.rank_sums import SharedRanks, SocketRanks, ranks_of, slots_bytes
 from pdserve.kernels.cpu.build import Missing, Reason
@@ -27,6 +26,7 @@ from pdserve.kernels.cpu.calls import Program
 from pdserve.kernels.cpu.library import library
 from pdserve.model.stages import Stages
 from pdserve.model.weights import Rank
+from pdserve.net.frames import Channel
 from pdserve.settings.degrees import Degrees
 
 LIMIT_S = 60.0

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import psutil
 import pytest
 from greedy_runs import spec
 from looking import until
 from model_zoo import write_model
+from rank_pages import pages_of, ranks, whole_page
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Step, plan_of, step_of
 from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing, Reason
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
@@ -35,6 +35,7 @@ from pdserve.worker.server import ending_on_broken_device
 
 TENSOR, PIPELINE = BY = ("tensor_parallel_size", "pipeline_parallel_size")
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+WHOLE = Share((0, 2), (0, 4))
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
 POOLINGS = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
 SCORED = StepPlan((Chunk((1, 2, 3), 0, (PageId(5),), (), targets=Targets((2, 3), 2)),))
@@ -58,10 +59,6 @@ def executor_of(config: WorkerConfig) -> Iterator[Executor]:
         executor.close()
 
 
-def ranks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "pdserve.executor.rank" in child.cmdline()]
-
-
 def tokens_of(result: StepResult) -> list[list[int]]:
     return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
 
@@ -82,19 +79,6 @@ def with_guesses(executor: Executor) -> list[int]:
     return [first, second, third]
 
 
-def whole_page(executor: Executor, page: int) -> npt.NDArray[np.float32]:
-    """Return K and V of a page, from the memory of all ranks."""
-    layers, heads = SHAPE["num_hidden_layers"], 4
-    whole = np.full((layers, 2, heads, executor.regions[0].page_bytes), np.nan, np.float32)
-    for region in executor.regions:
-        share, rows = region.share, region.view[page].view("float32")
-        if share is None:
-            return rows.reshape(layers, 2, heads, -1)
-        rows = rows.reshape(share.num_heads, share.num_layers, 2, -1)
-        whole[slice(*share.layers), :, slice(*share.heads), : rows.shape[-1]] = rows.transpose(1, 2, 0, 3)
-    return whole[..., : rows.shape[-1]]
-
-
 def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks be on a machine without a compiler."""
     monkeypatch.setenv("CC", "/nonexistent")  # of other ranks
@@ -109,7 +93,6 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by
     for size in (1, 2):
         with executor_of(config_of(tmp_path, size, by, rank_memory=memory)) as executor:
             assert len(ranks()) == size - 1
-            assert len(executor.regions) == (size if memory == "own" else 1)
             first = executor.start(PLAN)
             copied = executor.start(StepPlan((Chunk((9,), 5, (PageId(4),), (spec((1,)),)),), ((PageId(3), PageId(4)),)))
             vectors.append([np.frombuffer(each, "<f4") for each in executor.start(VECTORS).result(60).pooled.values()])
@@ -117,7 +100,9 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by
             (scores,) = executor.start(SCORED).result(60).prompts.values()
             scored.append(scores)
             tokens = tokens_of(first.result(60)), tokens_of(copied.result(60))
-            found.append((*tokens, [whole_page(executor, page) for page in (1, 3, 4)]))
+            parts = pages_of(executor, WHOLE)
+            assert len(parts) == (size if memory == "own" else 1)
+            found.append((*tokens, [whole_page(parts, page) for page in (1, 3, 4)]))
     (one, two) = found
     assert one[:2] == two[:2]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(one[2], two[2], strict=True))
@@ -134,11 +119,14 @@ def test_the_memory_of_the_pages_of_each_rank_is_taken_while_the_worker_serves(
 ) -> None:
     taken: list[Tensor] = []
     monkeypatch.setattr(local, "take_in_background", taken.append)
-    with executor_of(config_of(tmp_path, rank_memory="own")) as executor:
+    with executor_of(config_of(tmp_path, rank_memory="own", num_pages=8192)) as executor:
         executor.take_memory()
-        found = [(pages.data_ptr(), pages.nbytes) for pages in taken]
-        assert found == [(region.address, region.view.nbytes) for region in executor.regions]
-        assert len(found) == 2
+        (own,) = [(pages.data_ptr(), pages.nbytes) for pages in taken]
+        assert own == (executor.region.address, executor.region.view.nbytes)
+        (rank,) = ranks()
+        before, (_, other) = rank.memory_info().rss, pages_of(executor, WHOLE)
+        num_bytes = other.there.num_pages * other.there.page_bytes
+        until(lambda: rank.memory_info().rss - before > 0.9 * num_bytes)
 
 
 @pytest.mark.parametrize(("by", "has_library"), [(TENSOR, True), (TENSOR, False), (PIPELINE, True)])

@@ -231,7 +231,7 @@ def test_each_region_has_the_heads_of_its_rank_and_both_all_of_what_a_step_wrote
     one, plan = one_rank(model), StepPlan((Chunk((7, 8, 9, 10, 11), 0, (PageId(3), PageId(5)), ()),))
     for executor in (one, ranks):
         executor.start(plan).result(60)
-    (whole,) = one.regions
+    whole = one.region
     assert [2 * region.page_bytes for region in ranks.regions] == [whole.page_bytes] * 2
     assert [region.num_pages for region in ranks.regions] == [NUM_PAGES] * 2
     kv = torch.cat([rank.part for rank in ranks.ranks], dim=3)

@@ -1,7 +1,10 @@
 """What a hand-off costs between ranks with memory of their own, by their degrees: NIXL over shared memory, in turn."""
 
+import asyncio
 import multiprocessing as mp
 import queue
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -14,12 +17,15 @@ from pdserve.base.clock import new_incarnation
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import Attempt, AttemptKey, PageId, Peer, RequestId, WorkerId
 from pdserve.base.values import value
-from pdserve.executor.rank_memory import share_of, shares_of
+from pdserve.executor.rank_memory import own_pages
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.mover_process import serve
 from pdserve.kvtransfer.ranked_mover import RankedMover
 from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.remote_mover import RemoteMover
 from pdserve.kvtransfer.session import of_parts
 from pdserve.kvtransfer.ways import ways_to
 from pdserve.model.weights import Rank
@@ -65,14 +71,22 @@ class _Worker:
     def __init__(self, name: str, layout: KvLayout, degrees: Degrees, num_pages: int) -> None:
         self.peer = Peer(WorkerId(name.replace(" ", "-")), new_incarnation())
         self.stopped = queue.SimpleQueue[ReceiverMessage]()
-        whole = share_of(Rank(), layout)
-        run_bytes, draw = layout.page_bytes // whole.num_runs, np.random.default_rng()
+        draw, ranks = np.random.default_rng(), range(degrees.num_ranks)
+        owns = [own_pages(Rank.at(rank, degrees), layout) for rank in ranks]
         self.regions = [
-            Region.of_rank(draw.integers(0, 256, (num_pages, share.num_runs * run_bytes), np.uint8), share, whole)
-            for share in shares_of(degrees, layout)
+            Region.of_rank(draw.integers(0, 256, (num_pages, own.page_bytes), np.uint8), own.share, own.whole)
+            for own in owns
         ]
-        backends = [NixlBackend(self.peer, region, Network()) for region in self.regions]
-        self.mover = RankedMover(backends, self.stopped.put)
+        first, *others = [NixlBackend(self.peer, region, Network()) for region in self.regions]
+        driven = [self._driven(backend, part) for part, backend in enumerate(others, start=1)]
+        self.mover = RankedMover(Mover(first, self.stopped.put), driven)
+
+    def _driven(self, backend: NixlBackend, part: int) -> RemoteMover:
+        """Return the mover of a further rank, a thread of this process that is driven as a process is."""
+        ours, theirs = socket.socketpair()
+        serving = serve(theirs, lambda _, report: Mover(backend, report), lambda: None)
+        threading.Thread(target=asyncio.run, args=(serving,), daemon=True).start()
+        return RemoteMover(ours, self.peer, part, self.stopped.put)
 
 
 def measure_handoffs(model: str, num_pages: int, rounds: int) -> Iterator[HandoffTimes]:

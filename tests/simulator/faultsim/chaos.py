@@ -126,11 +126,14 @@ class Chaos:
     def _freeze(self, process: Process | None, longest_s: float) -> None:
         if process is None or process.frozen:
             return
-        process.freeze()
-        self._network.watch_frozen(process)
-        self._frozen.append(process)
         duration_s = self._rng.choice((0.1, 1.0, longest_s, 2.5 * longest_s)) * self._rng.random()
-        self._world.after(duration_s, None, process.thaw)
+        hit = process.doors.other_ranks.frozen_with(process) if isinstance(process, WorkerProcess) else [process]
+        for each in hit:
+            if not each.frozen:
+                each.freeze()
+                self._network.watch_frozen(each)
+                self._frozen.append(each)
+                self._world.after(duration_s, None, each.thaw)
 
     def _reset(self, process: Process | None) -> None:
         """Break one of a process's streams: for a worker, to another worker if it has one."""

@@ -80,6 +80,7 @@ class Cluster:
         rng = self.world.rng
         delay_s = rng.random() ** 6 * REAPED_S
         if isinstance(process, WorkerProcess):
+            delay_s = proved_after_s(delay_s, process.doors.other_ranks.end())
             is_explained = process.incarnation % 2 == 0
             gone = ProcessEnded(Peer(process.peer.worker_id, process.incarnation), is_explained)
             late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
@@ -156,3 +157,8 @@ class Cluster:
         """Tell a router that a process has ended, if it is there to hear it."""
         process = self.routers[router]
         self.world.after(0.001 + self.world.rng.random() * 0.01, process, process.post, gone)
+
+
+def proved_after_s(noticed_s: float, last_rank_s: float) -> float:
+    """Return when a launcher reports an end, and may start the next process: once the last rank has ended, too."""
+    return max(noticed_s, last_rank_s)

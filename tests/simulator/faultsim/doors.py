@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from faultsim.handoffs import ReceiverStreams, SenderStreams
 from faultsim.mover import Host, Mover
+from faultsim.other_ranks import OtherRanks
 from faultsim.ranks import digest
 from faultsim.world import Process, ViolationError
 from pdserve.base.ids import AttemptKey, Peer
@@ -51,6 +52,7 @@ class Doors:
         self._world = owner.world
         world = owner, owner.memory, owner.network, find_peer, owner.offer
         self.movers = [Mover(*world, part) for part in range(len(owner.memory.shares))]
+        self.other_ranks = OtherRanks(owner, [mover.process for mover in self.movers[1:]])
         for mover in self.movers:
             mover.site = self._site
             mover.faults = owner.copy_faults
@@ -101,7 +103,8 @@ class Doors:
 
     def check(self) -> None:
         """Raise ViolationError where a copy has lost its pages, or a grant outlives its lease."""
-        self._each(Mover.check)
+        for mover in self.movers:
+            mover.check()
         owner = self._owner
         if owner.frozen:
             return  # it hears nobody, and cannot end a lease before it thaws
@@ -112,9 +115,9 @@ class Doors:
                 raise ViolationError("I4", text)
 
     def _each(self, act: Callable[Concatenate[Mover, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Do something with the mover of each rank."""
+        """Order something of the mover of each rank."""
         for mover in self.movers:
-            act(mover, *args, **kwargs)
+            mover.order(act, *args, **kwargs)
 
     def _site(self, name: str, process: Process) -> None:
         self._owner.site(name, process)

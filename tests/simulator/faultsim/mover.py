@@ -8,7 +8,9 @@ or never until the writer is told to forget it; after an error, what was on its 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
+from typing import Concatenate, ParamSpec
 
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
@@ -18,6 +20,8 @@ from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.copies import Copy, CopyQueue
 from pdserve.kvtransfer.session import Grant
+
+P = ParamSpec("P")
 
 DISCONNECT_S = 0.03  # until a write into a dead process is an error
 STALLED_S = 18.0  # until a write along a cut path is an error
@@ -71,8 +75,9 @@ class Mover:
         report: Callable[[doors.ReceiverMessage], object],
         part: int = 0,
     ) -> None:
-        """part: which rank of the process it is."""
+        """part: which rank of the worker it is. Any but the first one is a process of its own."""
         self.faults = CopyFaults()
+        self.process = Process(owner.world, f"{owner.name}/rank-{part}", owner.incarnation) if part else owner
         self._part, self._share = part, memory.shares[part]
         self.site: Callable[[str, Process], object] = lambda site, process: None
         self._owner = owner
@@ -91,6 +96,13 @@ class Mover:
     @property
     def idle(self) -> bool:
         return not self._ops
+
+    def order(self, act: Callable[Concatenate["Mover", P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Let the rank do something: at once if it is the first one, else once its process has read that."""
+        if self._part:
+            self._world.after(0.0, self.process, partial(act, self, *args, **kwargs))
+        else:
+            act(self, *args, **kwargs)
 
     def copy(self, command: doors.StartCopy, grant: Grant) -> None:
         """Start a copy into pages of a grant; CopyStopped follows."""
@@ -113,7 +125,7 @@ class Mover:
         for copy in self._copies.pop(peer, ()):
             op = self._ops.pop(copy)
             op.over = True
-            self._report(doors.ReceiverMessage(op.peer, op.key, self._stopped(None, "its process ended")))
+            self._tell(op, self._stopped(None, "its process ended"))
 
     def check(self) -> None:
         """Raise ViolationError where a page was released that a copy will read or write."""
@@ -133,7 +145,7 @@ class Mover:
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
             stopped = self._stopped(digests, copy.failure, in_doubt=copy.in_doubt)
-            self._report(doors.ReceiverMessage(peer, op.key, stopped))
+            self._tell(op, stopped)
         if self._copies.get(peer) is not copies or peer in self._posted:
             return  # a report has led here, and on
         following = copies.next()
@@ -141,7 +153,15 @@ class Mover:
             return
         copies.posted(following, 1, has_landed=False)
         op = self._posted[peer] = self._ops[following]
-        self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
+        self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self.process, self._slice, op)
+
+    def _tell(self, op: Op, stopped: doors.CopyStopped) -> None:
+        """Report an end to the first rank, which hears it while it is there and not frozen."""
+        message = doors.ReceiverMessage(op.peer, op.key, stopped)
+        if self._part:
+            self._world.after(0.0, self._owner, self._report, message)
+        else:
+            self._report(message)
 
     def _stopped(self, digests: tuple[int, ...] | None, why: str, *, in_doubt: bool = False) -> doors.CopyStopped:
         return doors.CopyStopped(digests, why, in_doubt, self._part)
@@ -159,13 +179,13 @@ class Mover:
             stuck = op.num_stalls > 0 or chance < self.faults.stuck
             op.num_stalls += stuck
             if not stuck:
-                self._world.after(DISCONNECT_S, self._owner, self._stop, op, "the peer disconnected")
+                self._world.after(DISCONNECT_S, self.process, self._stop, op, "the peer disconnected")
         elif self._network.cuts and self._network.is_cut(self._owner, target):
             op.num_stalls += 1
             if op.num_stalls * RETRY_S > STALLED_S:
                 self._stop(op, "the peer does not answer")
             else:
-                self._world.after(RETRY_S, self._owner, self._slice, op)
+                self._world.after(RETRY_S, self.process, self._slice, op)
         elif chance < self.faults.failed / len(op.src):
             self._fail(op, target)
         else:
@@ -183,7 +203,7 @@ class Mover:
         self._stop(op, "the transfer failed")
 
     def _land_late(self, target: Host, dst: Stamp, key: AttemptKey, whole: list[Piece]) -> None:
-        if self._owner.alive:
+        if self.process.alive:
             target.memory.write(dst, key, whole)
 
     def _write(self, op: Op, target: Memory) -> None:

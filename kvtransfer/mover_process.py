@@ -1,0 +1,126 @@
+"""Drives a rank's mover, in the rank's process, as rank 0 orders over a socket.
+
+Invariant: each copy and each call of rank 0 is answered once; copies of one hand-off in the order in which they came.
+Where rank 0 has ended, this process ends: what it still writes would outlive the worker.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from pdserve.base.errors import ConfigError, InvariantError, ProtocolError
+from pdserve.base.ids import Peer
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.remote_orders import (
+    Answer,
+    Attach,
+    Begin,
+    Call,
+    Cancel,
+    Close,
+    Forget,
+    Look,
+    Order,
+    Report,
+    Settle,
+    Stopped,
+    TakeDigests,
+    Write,
+)
+from pdserve.net.frames import next_frame, packed
+
+NewMover = Callable[[Peer, OnStopped], Mover]
+
+
+async def serve(connected: socket.socket, new_mover: NewMover, on_lost: Callable[[], object]) -> None:
+    """Carry out orders until rank 0 closes the mover. on_lost: called at once if it ends before that."""
+    reader, writer = await asyncio.open_connection(sock=connected)
+    orders = msgspec.msgpack.Decoder(Order)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            driver = _Driver(writer, new_mover)
+            order: Order | None = None
+            while not isinstance(order, Close):
+                try:
+                    order = orders.decode(await next_frame(reader))
+                except (EOFError, OSError):
+                    on_lost()
+                    raise
+                if isinstance(order, Call):
+                    tasks.create_task(driver.answer(order))
+                else:
+                    driver.obey(order)
+    finally:
+        writer.close()
+
+
+class _Driver:
+    def __init__(self, writer: asyncio.StreamWriter, new_mover: NewMover) -> None:
+        self._writer, self._new_mover = writer, new_mover
+        self._loop = asyncio.get_running_loop()
+        self._mover: Mover | None = None
+
+    def obey(self, order: Write | Cancel | Forget) -> None:
+        mover = self._begun
+        match order:
+            case Write(peer, handoff, src, dst):
+                mover.write(peer, handoff, src, dst)
+            case Cancel(peer, handoff):
+                mover.cancel(peer, handoff)
+            case Forget(peer):
+                mover.forget(peer)
+            case _:
+                assert_never(order)
+
+    async def answer(self, call: Call) -> None:
+        try:
+            answer = await self._result_of(call)
+        except ConfigError as error:
+            answer = Answer(problem=str(error), whose="operator")
+        except ProtocolError as error:
+            answer = Answer(problem=str(error), whose="peer")
+        except InvariantError as error:
+            answer = Answer(problem=str(error))
+        answer.number = call.number
+        self._send(answer)
+
+    async def _result_of(self, call: Call) -> Answer:
+        match call:
+            case Begin():
+                self._mover = await asyncio.to_thread(self._new_mover, call.me, self._on_stopped)
+                return Answer(description=self._mover.describe())
+            case Attach():
+                await asyncio.to_thread(self._begun.attach, call.peer, call.description)
+            case TakeDigests():
+                return Answer(digests=await asyncio.to_thread(self._begun.region.digests, call.pages))
+            case Settle():
+                await self._begun.settle(call.ended)
+            case Look():
+                return Answer(turn=self._begun.turn, stalled=tuple(self._begun.stalled))
+            case Close():
+                await asyncio.to_thread(self._begun.close)
+            case _:
+                raise InvariantError(f"{type(call).__name__} is no call")
+        return Answer()
+
+    @property
+    def _begun(self) -> Mover:
+        if self._mover is None:
+            raise InvariantError("the mover has not begun")
+        return self._mover
+
+    def _on_stopped(self, message: ReceiverMessage) -> None:
+        """Report the end of a copy; the mover's thread calls this."""
+        assert isinstance(message.event, CopyStopped)
+        ended = message.event
+        stopped = Stopped(message.peer, message.key, ended.digests, ended.reason, ended.in_doubt)
+        self._loop.call_soon_threadsafe(self._send, stopped)
+
+    def _send(self, report: Report) -> None:
+        """Queue a report. There are no more of them than copies and calls that rank 0 waits for."""
+        self._writer.write(packed(report))

@@ -1,0 +1,162 @@
+"""The mover of another rank of this worker, in that rank's own process, which alone maps the rank's memory.
+
+Invariant: a copy is reported stopped once that mover has said so. If the rank's process ends or hangs, it never is.
+"""
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+
+import msgspec
+
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import AttemptKey, Peer
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
+from pdserve.kvtransfer.mover import MAX_OUTSTANDING
+from pdserve.kvtransfer.remote_orders import (
+    ERRORS,
+    Answer,
+    Attach,
+    Begin,
+    Cancel,
+    Close,
+    Forget,
+    Look,
+    Order,
+    Report,
+    Settle,
+    Stopped,
+    TakeDigests,
+    Write,
+)
+from pdserve.net.frames import Channel
+from pdserve.protocol.page_tables import Pages
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0  # for a rank to close its mover; one that is frozen does not
+
+
+class RemoteMover:
+    """See `Mover`, whose methods these are; those that block there return a future here."""
+
+    def __init__(self, connected: socket.socket, me: Peer, part: int, on_stopped: OnStopped) -> None:
+        """Start the mover of rank `part`, which reads this socket. Whoever owns the socket closes it after `close`."""
+        self._part, self._on_stopped = part, on_stopped
+        self._channel = Channel(connected)
+        self._orders = queue.SimpleQueue[Order | None]()  # few: writes are counted, all else is once a peer or hand-off
+        self._numbers, self._num_outstanding, self._lock = count(), 0, threading.Lock()
+        self._calls: dict[int, Future[Answer]] = {}
+        self._has_ended = False
+        for run in (self._send_orders, self._take_reports):
+            threading.Thread(target=run, name=f"rank-{part}-mover", daemon=True).start()
+        self._begun = self._call(lambda number: Begin(number, me))
+        self._seen = Answer()  # the last answer to a look
+        self._num_looks, self._look = 0, self._begun
+
+    @property
+    def description(self) -> bytes:
+        """Return what another process needs to write there. Waits until the mover has begun: ConfigError if not."""
+        return self._begun.result().description
+
+    @property
+    def stalled(self) -> frozenset[Peer]:
+        return frozenset(self._seen.stalled)
+
+    @property
+    def turn(self) -> int | None:
+        """As the rank said when it was last asked, and asks it anew; a number that stays while it does not answer."""
+        if not self._look.done() or self._look.exception() is not None:
+            return self._num_looks
+        if self._num_looks:
+            self._seen = self._look.result()
+        self._look, self._num_looks = self._call(Look), self._num_looks + 1
+        return self._seen.turn
+
+    def attach(self, peer: Peer, description: bytes) -> Future[Answer]:
+        return self._call(lambda number: Attach(number, peer, description))
+
+    def digests(self, pages: Pages) -> Future[Answer]:
+        return self._call(lambda number: TakeDigests(number, pages))
+
+    def settle(self, ended: Peer) -> Future[Answer]:
+        return self._call(lambda number: Settle(number, ended))
+
+    def write(self, peer: Peer, handoff: AttemptKey, src: Pages, dst: Pages) -> None:
+        with self._lock:
+            is_full = self._num_outstanding >= MAX_OUTSTANDING
+            self._num_outstanding += not is_full
+        if is_full:
+            failed = f"{MAX_OUTSTANDING} copies are outstanding already"
+            self._on_stopped(ReceiverMessage(peer, handoff, CopyStopped(None, failed, part=self._part)))
+        else:
+            self._orders.put(Write(peer, handoff, src, dst))
+
+    def cancel(self, peer: Peer, handoff: AttemptKey) -> None:
+        self._orders.put(Cancel(peer, handoff))
+
+    def forget(self, peer: Peer) -> None:
+        self._orders.put(Forget(peer))
+
+    def close(self) -> None:
+        """Let the rank close its mover; blocks, for a while if the rank is frozen."""
+        try:
+            self._call(Close).result(CLOSE_S)
+        except (TimeoutError, InvariantError) as error:
+            logger.warning("rank %d has not closed its mover: %s", self._part, error or f"it is silent for {CLOSE_S} s")
+        self._orders.put(None)
+
+    def _call(self, order_of: Callable[[int], Order]) -> Future[Answer]:
+        number, answer = next(self._numbers), Future[Answer]()
+        with self._lock:
+            self._calls[number] = answer
+        self._orders.put(order_of(number))
+        if self._has_ended:
+            self._fail_calls()
+        return answer
+
+    def _send_orders(self) -> None:
+        try:
+            while (order := self._orders.get()) is not None:
+                self._channel.send(order)
+        except OSError:
+            return  # the rank has ended, as the other thread finds out
+
+    def _take_reports(self) -> None:
+        reports = msgspec.msgpack.Decoder(Report)
+        try:
+            while True:
+                report: Report = reports.decode(self._channel.next_frame())
+                if isinstance(report, Stopped):
+                    self._stopped(report)
+                else:
+                    self._answered(report)
+        except (OSError, EOFError):
+            self._has_ended = True
+            self._fail_calls()
+
+    def _stopped(self, report: Stopped) -> None:
+        with self._lock:
+            self._num_outstanding -= 1
+        stopped = CopyStopped(report.digests, report.reason, report.in_doubt, self._part)
+        self._on_stopped(ReceiverMessage(report.peer, report.handoff, stopped))
+
+    def _answered(self, answer: Answer) -> None:
+        with self._lock:
+            waiting = self._calls.pop(answer.number, None)
+        if waiting is not None and waiting.set_running_or_notify_cancel():  # unless who asked has gone
+            if answer.problem:
+                waiting.set_exception(ERRORS[answer.whose](answer.problem))
+            else:
+                waiting.set_result(answer)
+
+    def _fail_calls(self) -> None:
+        with self._lock:
+            numbers = tuple(self._calls)
+        for number in numbers:
+            self._answered(Answer(number, problem=f"the process of rank {self._part} has ended"))
