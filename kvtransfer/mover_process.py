@@ -55,6 +55,8 @@ async def serve(connected: socket.socket, new_mover: NewMover, on_lost: Callable
                     tasks.create_task(driver.answer(order))
                 else:
                     driver.obey(order)
+        writer.close()
+        await writer.wait_closed()  # the last answer has left
     finally:
         writer.close()
 

@@ -92,6 +92,7 @@ def two_ranks() -> Iterator[Ranks]:
 def test_of_a_cancelled_hand_off_no_rank_posts_any_more(ranks: Ranks) -> None:
     ranks.write(FIRST, 10)
     ranks.mover.cancel(FIRST, HANDOFF)
+    ranks.mover.attach(FIRST, DESCRIPTION)  # returns once each rank's thread has done what was ordered before
     for rank in (0, 1):
         ranks.land(rank)
     first = CopyStopped(None, "cancelled")

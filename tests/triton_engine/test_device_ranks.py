@@ -106,7 +106,7 @@ def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_
             first, second = (engine.executor.start(plan).result(60) for plan in plans)
             (scores,) = first.prompts.values()
             found.append((tokens_of(first), tokens_of(second), scores.top_ids))
-            (region,) = engine.executor.regions
+            region = engine.executor.region
             assert region.page_bytes * (2 if settings is RANKS else 1) == engine.layout.page_bytes
     assert found[0] == found[1]
 
