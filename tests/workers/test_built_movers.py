@@ -1,11 +1,14 @@
 """Which mover a worker's configuration asks for."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 from half_slice import MEETING, half_slice
 
 from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.executor.executor import Executor
 from pdserve.kvtransfer.region import Region
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_mover
@@ -17,7 +20,8 @@ def test_an_engine_in_the_interpreter_is_as_safe_from_half_a_slice_as_one_on_a_g
     view = np.zeros((2, 1 << 16), np.uint8)
     given = {"model": "m", "role": "prefill", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret")}
     config = WorkerConfig.model_validate({**given, "device": "interpreter", "mover": "collective"})
-    mover = build_mover(config, ME, [Region.of(view)], lambda _: None, MEETING.secret)
+    executor = SimpleNamespace(region=Region.of(view), mover_sockets=())
+    mover = build_mover(config, ME, cast("Executor", executor), lambda _: None, MEETING.secret)
     with half_slice(mover.describe(), ENDED) as ended:
         mover.cut(ENDED)
         assert not ended.send_rest()
