@@ -26,6 +26,7 @@ OWN = (
 LENGTHS = (1, 16, 40, 130, 300)
 LONG = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
 OVER_TCP = ("--page-size", "16", "--handoff-transport", "tcp")  # writes need the receiver's help
+PATIENT = ("--pool-grace-s", "120")  # ranks of a busy machine take long to start again
 WIDE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 pytestmark = pytest.mark.slow
@@ -145,7 +146,7 @@ def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts
 ) -> None:
     """Whichever it is, the other one ends as well, before the next process of their worker is started."""
     model, asked = wide(tmp_path), prompt(LONG, "killed")
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
         with copying(cluster, asked) as (call, answer, writer):
@@ -166,7 +167,7 @@ def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_on
     tmp_path: Path, victim: int
 ) -> None:
     model, asked = wide(tmp_path), prompt(LONG, "receiver")
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
         with copying(cluster, asked) as (call, answer, _):
@@ -185,7 +186,7 @@ def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_on
 def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tmp_path: Path, frozen_rank: int) -> None:
     """If it is the first one the worker is silent, and its request placed again. Else the client leaves."""
     model, asked = wide(tmp_path), prompt(LONG, "frozen")
-    sizes = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    sizes = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
         meet(cluster, 2)
         with copying(cluster, asked, 2) as (call, answer, writer):
@@ -209,7 +210,7 @@ def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tm
 @pytest.mark.long
 def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path: Path) -> None:
     model, asked = wide(tmp_path), prompt(LONG, "frozen and killed")
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP)
+    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
         with copying(cluster, asked) as (call, _, writer):
