@@ -20,8 +20,8 @@ from pdserve.engine.timed_steps import TimedSteps
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import LATEST
 
-_FEW = 4  # tokens that a sequence may lack to be guessed for: the pass of its first guess computes them as well
-_FED_AT_ONCE = 128  # tokens of a prompt that the draft model computes after one step
+FEW = 4  # tokens that a sequence may lack to be guessed for: the pass of its first guess computes them as well
+FED_AT_ONCE = 128  # tokens of a prompt that the draft model computes after one step
 _FED_AT_LEAST = 16  # the same at least: a pass with fewer takes nearly as long
 _FED_FOR_ONE = 8  # tokens that it computes at most for each of the answer's: those so far, and those that may come
 _MOST_SLOWER = 0.25  # of a step's time: that others wait for a prompt after it
@@ -85,7 +85,7 @@ class DraftModel:
         num_passes = max(num_guesses)
         num_rows = -(-sum(num_guesses) // max(1, num_passes))
         kv_tokens = sum([chunk.start for chunk in drafted]) * num_rows // len(drafted)
-        if num_fed > _FEW:
+        if num_fed > FEW:
             rest_s = max(0, num_passes - 1) * self._passes.costs.decode_s(num_rows, kv_tokens)
             fed_s = max(0.0, result.draft_s - rest_s) / num_fed
             self._num_fed += 1
@@ -103,7 +103,7 @@ class DraftModel:
 
     def most(self, sequence: Sequence, num_verified: int) -> int:
         """Return how many guesses of a sequence can be made once a step has verified so many; 0 or less: none."""
-        return self._num_left(sequence) - num_verified if self._lacking(sequence) <= _FEW else 0
+        return self._num_left(sequence) - num_verified if self._lacking(sequence) <= FEW else 0
 
     def next_to_feed(self, decoding: Seq[Sequence], plain_s: float) -> tuple[Sequence, int] | None:
         """Return how many tokens of which sequence to compute after the next step: of the one that lacks least.
@@ -112,12 +112,12 @@ class DraftModel:
         average: 0 tokens while that is too little for a few. plain_s: what the step takes alone.
         """
         left, lacking = self._num_left, self._lacking
-        due = [s for s in decoding if _FEW < lacking(s) <= _FED_FOR_ONE * min(s.num_output_tokens, left(s))]
+        due = [s for s in decoding if FEW < lacking(s) <= _FED_FOR_ONE * min(s.num_output_tokens, left(s))]
         if not due:
             return None
         self._waited_s += _MOST_SLOWER * plain_s
         most_s = self._account * plain_s if len(decoding) == 1 else self._waited_s
-        count = min(_FED_AT_ONCE, int(most_s / self._fed_s)) if self._fed_s else _FED_AT_LEAST
+        count = min(FED_AT_ONCE, int(most_s / self._fed_s)) if self._fed_s else _FED_AT_LEAST
         if count < _FED_AT_LEAST:
             return due[0], 0
         self._waited_s = 0.0

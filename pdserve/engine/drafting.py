@@ -21,14 +21,16 @@ from torch import Tensor
 
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.base.ids import PageId
+from pdserve.engine.draft_model import FED_AT_ONCE, FEW
+from pdserve.engine.guesses import DraftsBy
 from pdserve.engine.runner import EngineRunner
+from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Draft, Phase, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.engine.verification import Run, behind
 from pdserve.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_FEW = 4  # tokens that are computed as rows, as decoding is: a program computes those
 _UNREAD = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))
 
 
@@ -45,9 +47,9 @@ class _Line:
     guesses: list[int] = field(default_factory=list)
 
     def chunks(self) -> list[Chunk]:
-        """Return what to compute next; the last of it samples a guess."""
+        """Return what to compute next; the last of it samples a guess. A few tokens are rows, as of decoding steps."""
         samples = () if self.spec is None else (behind(self.spec, self.guesses),)
-        if self.spec is None or len(self.tokens) > _FEW:
+        if self.spec is None or len(self.tokens) > FEW:
             return [Chunk(self.tokens, self.start, self.pages, samples)]
         rows = [(token,) for token in self.tokens]
         specs = [*[(_UNREAD,)] * (len(rows) - 1), samples]
@@ -68,7 +70,8 @@ class Drafter(ABC):
 
     own_memory: Seq[Tensor] = ()  # pages that only this drafter has
     _has_failed = False  # to guess
-    _num_failures = 0  # of any kind; the first is logged
+    _num_failures = 0  # of any kind
+    _num_reported = 0  # of these: with a step's result
 
     def beside(self, run: Run) -> Run:
         """Return what runs steps, takes them in, and drafts. Failures end neither steps nor requests.
@@ -79,25 +82,26 @@ class Drafter(ABC):
 
         def run_and_draft(plan: StepPlan) -> StepResult:
             result = run(plan)
-            began_s, num_before, drafts = time.perf_counter(), self._num_failures, dict[int, tuple[int, ...]]()
-            self._try(lambda: self.take_in(plan, result))
+            began_s, drafts = time.perf_counter(), dict[int, tuple[int, ...]]()
+            self.attempt(lambda: self.take_in(plan, result))
             taken_s = ended_s = time.perf_counter()
             if not self._has_failed and any(chunk.draft is not None for chunk in plan.chunks):
-                self._has_failed = not self._try(lambda: drafts.update(self.draft(plan, result)))
+                self._has_failed = not self.attempt(lambda: drafts.update(self.draft(plan, result)))
                 ended_s = time.perf_counter()
+            num_new, self._num_reported = self._num_failures - self._num_reported, self._num_failures
             return replace(
                 result,
                 drafts=drafts,
                 elapsed_s=result.elapsed_s + ended_s - began_s,
                 draft_s=ended_s - taken_s,
                 take_in_s=taken_s - began_s,
-                num_draft_failures=self._num_failures - num_before,
+                num_draft_failures=num_new,
             )
 
         return run_and_draft
 
-    def _try(self, act: Callable[[], None]) -> bool:
-        """Return whether it did not fail."""
+    def attempt(self, act: Callable[[], None]) -> bool:
+        """Return whether it did not fail. A failure is counted, and logged if it is the first."""
         try:
             act()
         except (InvariantError, DeviceError):
@@ -164,9 +168,28 @@ def _line(place: int, chunk: Chunk, draft: Draft, kept: Tokens) -> _Line:
     if start > chunk.start:  # of its guesses it has computed all but the last
         num_right = min(len(kept), max(1, chunk.num_drafts))
         tokens, start = tokens[num_right:], chunk.start + num_right
-    return _Line(place, chunk.pages, tokens, start, unscored(behind(spec, sampled)), draft.num_guesses)
+    return _Line(place, chunk.pages, tokens, start, guessed(behind(spec, sampled)), draft.num_guesses)
 
 
-def unscored(spec: SampleSpec) -> SampleSpec:
-    """Return what samples the same token without its log probability."""
-    return spec if spec.params.logprobs is None else replace(spec, params=replace(spec.params, logprobs=None))
+def guessed(spec: SampleSpec) -> SampleSpec:
+    """Return what samples the same token as a guess: without its log probability, and for a sequence of its own.
+
+    So what a device counts of guesses is nobody's but those of one draft.
+    """
+    params = spec.params if spec.params.logprobs is None else replace(spec.params, logprobs=None)
+    return replace(spec, params=params, sequence=(*spec.sequence, spec.index))
+
+
+def limits_of_passes(limits: Limits) -> Limits:
+    """Return what a pass of a draft model computes at most, beside a model whose steps have these limits.
+
+    Each sequence has few tokens that it lacks and those that a step gives it, and one has a part of its prompt. Behind
+    a draft that was right these are two: the last guess, and the token behind it.
+    """
+    assert isinstance(limits.guesser, DraftsBy), "nothing else drafts"
+    return replace(
+        limits,
+        max_num_batched_tokens=limits.max_num_seqs * (FEW + 1 + limits.most_rows) + FED_AT_ONCE,
+        max_model_len=limits.guesser.max_model_len,
+        num_speculative_tokens=1,
+    )

@@ -26,12 +26,12 @@ class Features:
         """Return what collects the features of a step."""
         return Tap(self.parts)
 
-    def keep(self, batch: Batch, tap: Tap) -> None:
+    def keep(self, batch: Batch, features: Tensor | None) -> None:
         """Take in what was collected of a batch, in place of what there was of the step before."""
-        if tap.features is not None:
+        if features is not None:
             self._rows[batch.pages * self._page_size + batch.slots] = np.arange(batch.num_tokens)
-            self._values = tap.features
+            self._values = features
 
     def of(self, slots: Ints) -> Tensor:
         """Return the features of tokens of the last step: [num_tokens, hidden_size]."""
-        return self._values.index_select(0, torch.from_numpy(self._rows[slots]))
+        return self._values.index_select(0, torch.from_numpy(self._rows[slots]).to(self._values.device))

@@ -1,7 +1,7 @@
 """How much of a GPU's memory a model's steps take, and how many pages fit beside them."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,15 @@ def step_bytes(model: Model, limits: Limits) -> int:
         most = max(limits.max_num_batched_tokens, num_rows), num_rows
         fixed += states_spec(config, states.page_size, *most).kept_bytes
     return limits.max_num_batched_tokens * per_token + num_rows * logits + captured + fixed
+
+
+def head_bytes(model: Model, limits: Limits) -> int:
+    """Return what a head beside a model takes at most, beside its weights: it is a layer of the model's width.
+
+    It takes in as many tokens as a step has, and its passes have a row of each sequence.
+    """
+    captured = GRAPH_SHARE * most_samples(limits) * model.activation_bytes()
+    return step_bytes(model, replace(limits, num_speculative_tokens=0)) + captured
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from pdserve.base.values import value
 from pdserve.protocol.drafts import DraftSource
-from pdserve.protocol.sampling import SamplingParams
 
 _MOST_PLACES = 8  # that one lookup compares
 _KEPT = 1 - 1 / 32  # weight of what is known of guesses, for each one verified after it
@@ -35,15 +34,10 @@ class NgramLookup:
     shortest: int
     longest: int
     answers: AnswerLookup | None = None  # how guesses are found in other answers, too
-    with_penalties: bool = True  # for sequences with penalties, too
 
     @property
     def source(self) -> DraftSource:
         return DraftSource.NGRAM if self.answers is None else DraftSource.SUFFIX
-
-    def serves(self, params: SamplingParams) -> bool:
-        """Return whether a sequence gets guesses."""
-        return self.with_penalties or not params.has_penalties
 
 
 @value

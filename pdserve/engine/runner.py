@@ -247,7 +247,7 @@ class Runner:
         else:
             rows, tap = None if every_token else torch.from_numpy(batch.sample_rows), self._features.tap()
             logits = self.model.forward(token_ids, self._attention, rows, tap)
-        self._features.keep(batch, tap)
+        self._features.keep(batch, tap.features)
         return logits
 
     def _beside(self, batch: Batch) -> tuple[Tensor, dict[int, PromptLogprobs], dict[int, bytes]]:
@@ -255,7 +255,7 @@ class Runner:
         rows = None if batch.reads_all else torch.from_numpy(batch.last_rows)
         tap, prompts = self._features.tap(), dict[int, PromptLogprobs]()
         hidden = self.model.hidden(self._planned(batch), self._attention, rows, tap)
-        self._features.keep(batch, tap)
+        self._features.keep(batch, tap.features)
         for each in batch.scored:
             targets = torch.tensor(each.targets.token_ids)
             prompts[each.place] = score(self.model, hidden[each.rows], targets, each.targets.num_top).packed()

@@ -12,7 +12,7 @@ that token by a grammar or bad words, the host waits for it once the next step's
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -37,16 +37,30 @@ from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.states_triton import TritonStates
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
+from pdserve.engine.warm_up_steps import prompt_steps
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import held_by, layer_groups
 from pdserve.model.sharding import part_of
+from pdserve.model.taps import Tap, Taps
 from pdserve.protocol.sampling import SamplingParams
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
 
 _NUM_INPUTS = 2  # token ids and positions, beside the slots of each group of layers
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What the forward pass of a step leaves for a head, on the device."""
+
+    size: int | None  # that was replayed, which the next step of that size overwrites; None: nothing was
+    features: Tensor | None  # [num_tokens or size, hidden_size] in batch order
+
+
+TakesIn = Callable[[StepPlan, Batch, Left, Tensor | None], object]  # the tensor: sampled tokens
+_OnHost = tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]  # see `_InFlight`
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +144,13 @@ class CudaRunner:
         self._attention = by_layer(make, model, self.kv, self.groups, make_states=make_states)
         self._inputs = Staging(device, (_NUM_INPUTS + len(self.groups)) * aligned(self._max_tokens))
         self._staging = Staging(device)
-        self._replays = Replays(device)
+        self._replays = Replays[tuple[Tensor, Tensor | None]](device)
+        self._taps: Taps = ()
+        self._take_in: TakesIn | None = None
         self._eos_token_ids = sorted(limits.eos_token_ids)
         self._sampler: KernelSampler | None = None
         if model.rank.index == 0:
-            self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, limits.max_num_seqs, device)
+            self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, self._sizes[-1], device)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
 
@@ -151,10 +167,10 @@ class CudaRunner:
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
-        token_ids, logprobs, scores, stuck = self._compute(batch) if batch is not None else (_NOTHING, None, {}, {})
+        made = self._compute(plan, batch) if batch is not None else (_NOTHING, None, {}, {})
         if batch is not None and self._attention.states is not None:
             self._attention.states.commit()  # last: a step that is not launched whole writes no state
-        self._in_flight.append(_InFlight(batch, token_ids, logprobs, scores, stuck, self._mark(), started_s))
+        self._in_flight.append(_InFlight(batch, *made, self._mark(), started_s))
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -192,23 +208,34 @@ class CudaRunner:
             chunks = tuple(Chunk((0,), 0, (PageId(0),), (), other_pages=nothing) for _ in range(size))
             run(StepPlan(chunks))
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]:
-        """Launch a batch; return where tokens, their scores and prompts' scores come on the host, and stuck samples."""
-        logits, scores = self._scored(batch) if batch.scored else (self._logits(batch), {})
+    def keep(self, taps: Taps, take_in: TakesIn) -> None:
+        """From the first step on, let a head take in each step's tokens behind it, from features of these layers."""
+        self._taps, self._take_in = taps, take_in
+
+    def _compute(self, plan: StepPlan, batch: Batch) -> _OnHost:
+        """Launch a batch, and what a head takes in of it; return what comes to the host."""
+        logits, left, scores = self._scored(batch) if batch.scored else self._logits(batch)
+        token_ids, logprobs, stuck = self._sample(logits, batch)
+        if self._take_in is not None and left.features is not None:
+            self._take_in(plan, batch, left, None if self._sampled is None else self._sampled.token_ids)
+        return token_ids, logprobs, scores, stuck
+
+    def _sample(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Scores | None, Mapping[int, str]]:
+        """Launch sampling; return where tokens and their scores come on the host, and stuck samples."""
         if not batch.samples:
             self._sampled = None
-            return _NOTHING, None, scores, {}
+            return _NOTHING, None, {}
         if self._sampler is None:
             awaited = torch.empty(len(batch.samples), dtype=torch.int64, device=self.kv.device)
             self._sampled = _Sampled(awaited, batch.first_samples, _NOTHING, None)
-            return _NOTHING, None, scores, {}
+            return _NOTHING, None, {}
         samples = self._completed(batch)  # while the device computes, and masks, too
         masks = token_masks(samples, self._pool.vocab_size, self._eos_token_ids)
         sampled = self._sampler.sample(logits, samples, masks)
         token_ids = torch.empty(len(samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)
         self._sampled = _Sampled(sampled, batch.first_samples, token_ids, self._mark())
-        return token_ids, self._logprobs(logits, batch, sampled), scores, masks.stuck
+        return token_ids, self._logprobs(logits, batch, sampled), masks.stuck
 
     def _completed(self, batch: Batch) -> Seq[SampleSpec]:
         """Return the batch's samples with all that the host has to know of them.
@@ -236,27 +263,33 @@ class CudaRunner:
             return None
         return score_samples(logits, batch.samples, self._staging.send(rows)[0], token_ids).to_host()
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def _logits(self, batch: Batch) -> tuple[Tensor, Left, Mapping[int, Scores]]:
         """Launch the model; returns the logits of the batch's samples, to be used before the next step."""
         only_single = int(batch.query_lens[-1]) == 1
         size = size_for(batch.num_tokens, self._sizes) if only_single else None
         token_ids = self._planned(batch, batch.num_tokens if size is None else size)
         if size is None:
-            return self._model.forward(token_ids, self._attention, self._rows(batch))
-        logits = self._replays.run(size, lambda: self._model.forward(token_ids, self._attention, None))
+            logits, features = self._forward(token_ids, self._rows(batch))
+            return logits, Left(None, features), {}
+        logits, features = self._replays.run(size, lambda: self._forward(token_ids, None))
         if np.array_equal(batch.sample_rows, np.arange(batch.num_tokens)):
-            return logits[: batch.num_tokens]
-        return logits.index_select(0, self._rows(batch))
+            return logits[: batch.num_tokens], Left(size, features), {}
+        return logits.index_select(0, self._rows(batch)), Left(size, features), {}
 
-    def _scored(self, batch: Batch) -> tuple[Tensor, Mapping[int, Scores]]:
+    def _forward(self, token_ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        tap = Tap(self._taps)
+        return self._model.forward(token_ids, self._attention, rows, tap), tap.features
+
+    def _scored(self, batch: Batch) -> tuple[Tensor, Left, Mapping[int, Scores]]:
         """Do as `_logits`, and score the prompts that want it."""
-        hidden = self._model.hidden(self._planned(batch, batch.num_tokens), self._attention, None)
+        tap = Tap(self._taps)
+        hidden = self._model.hidden(self._planned(batch, batch.num_tokens), self._attention, None, tap)
         scores = {}
         for each in batch.scored:
             (targets,) = self._staging.send(np.array(each.targets.token_ids))
             scores[each.place] = score(self._model, hidden[each.rows], targets.long(), each.targets.num_top).to_host()
         sampled = hidden.index_select(0, self._rows(batch))
-        return self._model.logits(sampled) if len(sampled) else sampled, scores
+        return self._model.logits(sampled) if len(sampled) else sampled, Left(None, tap.features), scores
 
     def _planned(self, batch: Batch, size: int) -> Tensor:
         """Prepare a step for the model, with room for `size` tokens; returns their ids."""
@@ -299,29 +332,6 @@ class CudaRunner:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.kv.device))
         return done
-
-
-def prompt_steps(max_tokens: int, max_model_len: int, pool: PoolShape) -> Iterator[StepPlan]:
-    """Yield steps of prompts that between them compile and allocate what later ones need; all in page 0.
-
-    One token sequence far into a context, whose keys are split; then prompts from short ones to the largest step.
-    """
-    yield _in_page_0([(max_model_len - min(2, max_model_len), min(2, max_model_len))], pool)
-    for num_tokens in graph_sizes(max_tokens):
-        whole, rest = divmod(num_tokens, max_model_len)
-        yield _in_page_0([(0, max_model_len)] * whole + [(0, rest)] * (rest > 0), pool)
-
-
-def _in_page_0(parts: Seq[tuple[int, int]], pool: PoolShape) -> StepPlan:
-    """Return a step of chunks, each given as (start, tokens), with a sample each."""
-    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(-1, 0))
-    chunks = []
-    for start, count in parts:
-        first, *others = (
-            (PageId(0),) * -(-(start + count) // size) for size in (pool.page_size, *pool.other_page_sizes)
-        )
-        chunks.append(Chunk((0,) * count, start, first, (greedy,), other_pages=tuple(others)))
-    return StepPlan(tuple(chunks))
 
 
 def step_inputs(batch: Batch, pool: PoolShape, size: int) -> list[Ints32]:

@@ -25,11 +25,11 @@ Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
 class KernelSampler:
     """Samples tokens for one model on one device."""
 
-    def __init__(self, eos_token_ids: Seq[int], vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, eos_token_ids: Seq[int], vocab_size: int, most_samples: int, device: torch.device) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._staging = Staging(device)
-        self._counted = CountedRows(max_num_seqs, vocab_size, device)
+        self._counted = CountedRows(most_samples, vocab_size, device)
 
     def sample(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks = NO_MASKS) -> Tensor:
         """Sample one token per row of logits [len(specs) >= 1, vocab_size]: int64 [len(specs)] on the device.

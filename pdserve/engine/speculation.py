@@ -98,7 +98,7 @@ class Speculation:
         """Give a sequence at most so many guesses: those of the runner, or by lookup once its tokens are indexed."""
         most = max(0, min(most, self._num_tokens))
         sequence.drafts = given[:most]
-        if self._lookup is None or not most or not self._lookup.serves(sequence.job.params):
+        if self._lookup is None or not most:
             return
         guessing, tokens = sequence.guessing, sequence.tokens
         if guessing.index is None:

@@ -18,7 +18,7 @@ from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams
 
 Tokens = tuple[SampledToken, ...]  # that one continuation gains in one step
-SequenceKey = tuple[int, int]  # of all that one worker computes: a request's arrival, and a continuation's index
+SequenceKey = tuple[int, ...]  # of all that one worker computes: a request's arrival, and a continuation's index
 _Of = TypeVar("_Of")
 Bits = npt.NDArray[np.int32]  # [ceil(vocab_size / 32)]; token i is bit i % 32 of word i // 32
 
@@ -157,6 +157,11 @@ class StepPlan:
     @property
     def has_guesses(self) -> bool:
         return any(chunk.num_drafts for chunk in self.chunks)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether guesses are to be made when it is over."""
+        return any(chunk.draft is not None for chunk in self.chunks)
 
 
 @value

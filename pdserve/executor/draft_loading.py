@@ -12,23 +12,34 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, naming, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.drafting import Drafter, ModelDrafter
-from pdserve.engine.guesses import DraftsBy
-from pdserve.engine.head_drafting import HeadDrafter
+from pdserve.engine.drafting import Drafter, ModelDrafter, limits_of_passes
+from pdserve.engine.guesses import AnswerLookup, DraftsBy, NgramLookup
+from pdserve.engine.head_drafting import HeadDrafter, HeadRunner
+from pdserve.engine.recent_answers import SHORTEST
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
-from pdserve.executor.form import DTYPES, Form, choose_form, load_form, untried_kind, weight_bytes
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, choose_form, load_form, untried_kind, weight_bytes
 from pdserve.executor.head_files import HeadFiles, MtpFiles, open_head, open_mtp
+from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.memory import available_bytes
+from pdserve.model.config import ModelConfig
+from pdserve.model.eagle3 import Eagle3Head
+from pdserve.model.family import Model
+from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import needed_weights
+from pdserve.model.mtp import MtpHead
 from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.kvlayout import KvLayout
-from pdserve.settings.config import WorkerConfig
+from pdserve.settings.config import Device, WorkerConfig
+from pdserve.settings.speculative import SpeculativeConfig
 
 _KEY = "speculative_config.model"
 _COMPUTED = 2  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
 
+ON_KERNELS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # models beside which heads guess on GPUs as on a CPU
+
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
+Guessing = Model | Eagle3Head | MtpHead  # loaded
 
 
 def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str = "") -> Drafts:
@@ -41,6 +52,8 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     if given is None or given.looks_up:
         return None
+    if given.method in ("eagle3", "mtp") and config.device in KERNEL_DEVICES:
+        _check_tried(config.device, given.method, checkpoint.config.architecture)
     if given.method == "mtp":
         try:
             return open_mtp(checkpoint)
@@ -50,10 +63,20 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     try:
         path = resolve_model(given.model)
         if given.method == "eagle3":
-            return open_head(path, checkpoint.config)
+            head = open_head(path, checkpoint.config)
+            _check_kernels(config, head.config.model, checkpoint)
+            return head
         return _opened(config, path, checkpoint, weights_hash)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
+
+
+def _check_tried(device: Device, method: str, architecture: str) -> None:
+    if architecture not in ON_KERNELS:
+        tried = ", ".join(ON_KERNELS)
+        raise ConfigError(
+            f"speculative_config.method: {method} with device {device} was tried beside {tried}, not {architecture}"
+        )
 
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
@@ -61,6 +84,19 @@ def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
     if not isinstance(drafts, HeadFiles | MtpFiles):
         return checkpoint
     return replace(checkpoint, config=replace(checkpoint.config, num_head_layers=1))
+
+
+def lookup_of(guessed: SpeculativeConfig) -> NgramLookup | None:
+    """Return how guesses are looked up; None: the runner makes them."""
+    match guessed.method:
+        case "ngram":
+            return NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
+        case "suffix":
+            depth, most_answers = guessed.suffix_decoding_max_tree_depth, guessed.suffix_decoding_max_cached_requests
+            shares = guessed.suffix_decoding_min_token_prob, guessed.suffix_decoding_max_spec_factor
+            return NgramLookup(SHORTEST, depth, AnswerLookup(depth, most_answers, *shares))
+        case _:
+            return None
 
 
 def limits_with(limits: Limits, drafts: Drafts) -> Limits:
@@ -88,7 +124,15 @@ def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint, weights_ha
     has_windows = any(window is not None for window in draft.config.windows)
     if kind := untried_kind(draft.config, windows=has_windows, experts=draft.config.design.has_experts):
         raise ConfigError(f"{draft.path} has {kind}; such a model does not draft yet")
+    _check_kernels(config, draft.config, checkpoint)
     return form
+
+
+def _check_kernels(config: WorkerConfig, guessing: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError where the kernels do not serve what guesses, in pages of the worker's model."""
+    if config.device in KERNEL_DEVICES:
+        first, *_ = layer_groups(checkpoint.config, config.page_size, powers_of_two=True)
+        check_kernels(config.device, guessing, first.page_size, DTYPES.get(config.dtype, torch.bfloat16))
 
 
 def weights_hash(form: Form, drafts: Drafts) -> str:
@@ -97,7 +141,7 @@ def weights_hash(form: Form, drafts: Drafts) -> str:
     return f"{own} head {_COMPUTED} {drafts.fingerprint}" if isinstance(drafts, HeadFiles | MtpFiles) else own
 
 
-def draft_bytes(drafts: Drafts, quantization: ChosenQuantization, dtype: str) -> tuple[int, int]:
+def draft_bytes(drafts: Drafts, quantization: ChosenQuantization, dtype: str, device: Device) -> tuple[int, int]:
     """Return the bytes of what guesses, nearly: of its weights, and of KV of a token in pages that only it has.
 
     quantization, dtype: of the model that it guesses for.
@@ -105,36 +149,76 @@ def draft_bytes(drafts: Drafts, quantization: ChosenQuantization, dtype: str) ->
     if drafts is None:
         return 0, 0
     if not isinstance(drafts, Form):
-        return weight_bytes(drafts.held(quantization), dtype, "cpu"), 0
-    shape = drafts.checkpoint.config
-    weights = needed_weights(shape, weights_in_form(drafts.checkpoint, drafts.quantization))
-    row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[drafts.dtype].itemsize
-    return weight_bytes(weights, drafts.dtype, "cpu"), shape.num_layers * row_bytes
+        return weight_bytes(drafts.held(quantization), dtype, device), 0
+    weights = needed_weights(drafts.checkpoint.config, weights_in_form(drafts.checkpoint, drafts.quantization, device))
+    return weight_bytes(weights, drafts.dtype, device), _token_bytes(drafts)
 
 
-def load_drafter(
-    config: WorkerConfig, drafts: Drafts, form: Form, runner: EngineRunner, layout: KvLayout, limits: Limits
-) -> Drafter | None:
-    """Load what guesses beside a worker's model, if anything does. form, layout: of that model.
+def _token_bytes(draft: Form) -> int:
+    """Return the bytes of a draft model's KV of a token."""
+    shape = draft.checkpoint.config
+    row_bytes = shape.kv_parts * shape.num_kv_heads * shape.head_dim * DTYPES[draft.dtype].itemsize
+    return shape.num_layers * row_bytes
 
-    The memory of the worker's pages is not taken yet, so it is counted here.
+
+def bytes_beside(
+    model: Model, drafts: Drafts, guessing: Guessing | None, limits: Limits, layout: KvLayout
+) -> tuple[int, int]:
+    """Return what guessing for a model takes at most on its GPU, beside weights: for passes, and more for each page."""
+    if guessing is None:
+        return 0, 0
+    from pdserve.engine.gpu_memory import head_bytes, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
+
+    if isinstance(drafts, Form) and not isinstance(guessing, Eagle3Head | MtpHead):
+        return step_bytes(guessing, limits_of_passes(limits)), layout.page_size * _token_bytes(drafts)
+    return head_bytes(model, limits), 0
+
+
+def load_guessing(
+    config: WorkerConfig, drafts: Drafts, form: Form, model: Model, pages: tuple[int | None, KvLayout]
+) -> Guessing | None:
+    """Load what guesses beside a worker's model, if anything does. form: of that model.
+
+    pages: how many the worker has, and their layout; None: those that fit on the GPU beside what is loaded. On a CPU
+    the memory of pages is not taken yet, so it is counted here.
     """
     if drafts is None:
         return None
-    held_bytes, token_bytes = draft_bytes(drafts, form.quantization, form.dtype)
-    num_pages, page_size = len(runner.kv), layout.page_size
-    needed = held_bytes + num_pages * page_size * token_bytes
-    left = available_bytes() - layout.memory_bytes(num_pages, config.max_num_seqs)
-    if isinstance(drafts, Form):
-        with naming(f"{_KEY}: {drafts.checkpoint.path}"):
-            _check_memory(needed, left)
-            model = load_form(config, drafts, torch.device("cpu"), None)
-            return ModelDrafter(Runner(model, num_pages, page_size, sorted(limits.eos_token_ids)))
-    assert isinstance(runner, Runner), "settings refuse other devices"
-    with naming("speculative_config.method: mtp" if isinstance(drafts, MtpFiles) else f"{_KEY}: {drafts.path}"):
-        _check_memory(needed, left)
-        head = drafts.load(runner.model, form.quantization, config.quantized_inputs)
-        return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
+    num_pages, layout = pages
+    path = drafts.path if isinstance(drafts, HeadFiles) else drafts.checkpoint.path
+    with naming("speculative_config.method: mtp" if isinstance(drafts, MtpFiles) else f"{_KEY}: {path}"):
+        if num_pages is not None and model.device.type == "cpu":
+            held_bytes, token_bytes = draft_bytes(drafts, form.quantization, form.dtype, config.device)
+            needed = held_bytes + num_pages * layout.page_size * token_bytes
+            _check_memory(needed, available_bytes() - layout.memory_bytes(num_pages, config.max_num_seqs))
+        if isinstance(drafts, Form):
+            return load_form(config, drafts, model.device, None)
+        return drafts.load(model, form.quantization, config.quantized_inputs)
+
+
+def drafter_of(guessing: Guessing | None, runner: EngineRunner, page_size: int, limits: Limits) -> Drafter | None:
+    """Return what guesses beside a runner, before its first step. page_size: of the first group of its layers."""
+    if guessing is None:
+        return None
+    eos_token_ids, num_pages = sorted(limits.eos_token_ids), len(runner.kv)
+    if isinstance(runner, Runner):
+        if isinstance(guessing, Eagle3Head | MtpHead):
+            return HeadDrafter(HeadRunner(guessing, runner, eos_token_ids))
+        return ModelDrafter(Runner(guessing, num_pages, page_size, eos_token_ids))
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.head_cuda import CudaHead  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
+
+    if isinstance(guessing, Eagle3Head | MtpHead):
+        assert isinstance(runner, CudaRunner), "there are no others"
+        head = CudaHead(guessing, runner, limits)
+        head.capture()
+        drafter = HeadDrafter(head)
+        head.follow(runner, drafter.attempt)
+        return drafter
+    passes = CudaRunner(guessing, num_pages, page_size, limits_of_passes(limits))
+    passes.capture()
+    return ModelDrafter(passes)
 
 
 def _check_memory(needed: int, left: int) -> None:

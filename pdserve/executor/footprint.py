@@ -139,7 +139,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)
-    draft_weight_bytes, draft_token_bytes = draft_bytes(drafts, quantization, dtype)
+    draft_weight_bytes, draft_token_bytes = draft_bytes(drafts, quantization, dtype, device)
     return Footprint(
         name=checkpoint.name,
         path=str(checkpoint.path),

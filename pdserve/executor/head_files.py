@@ -53,8 +53,9 @@ class HeadFiles:
     def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> Eagle3Head:
         """Load the head in a model's dtype. quantization: the model's."""
         tensors = Tensors(self.held(quantization), model.dtype, model.device)
-        embedding = None if f"{EMBEDDING}.weight" in self.weights else model.embedding
-        return Eagle3Head.build(self.config, tensors, ops_for(model.device, input_bits), self.token_ids, embedding)
+        token_ids, embedding = self.token_ids.to(model.device), model.embedding
+        embedding = None if f"{EMBEDDING}.weight" in self.weights else embedding
+        return Eagle3Head.build(self.config, tensors, ops_for(model.device, input_bits), token_ids, embedding)
 
 
 @dataclass(frozen=True, slots=True)

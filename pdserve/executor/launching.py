@@ -41,8 +41,8 @@ class Launches:
 
     A step that cannot be launched is computed by itself, and fails only the requests that make it fail. Its pages are
     copied again then: what was written to one meanwhile lies behind what its copy keeps. If a launched step fails,
-    nobody can find the request that is at fault: DeviceError. A step with guesses is computed by itself, too: none is
-    planned ahead of its result.
+    nobody can find the request that is at fault: DeviceError. A step that verifies guesses, or behind which some are
+    made, is computed by itself, too: none is planned ahead of its result.
     """
 
     def __init__(self, runner: LaunchingRunner, steps: Isolating) -> None:
@@ -55,7 +55,7 @@ class Launches:
     def launch(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, in the engine's thread; return its result if it was computed by itself."""
         is_known = self._is_on_device or all(chunk.previous is None for chunk in plan.chunks)
-        if is_known and not plan.has_guesses:
+        if is_known and not plan.has_guesses and not plan.has_drafts:
             try:
                 self._runner.start(plan)
             except InvariantError:

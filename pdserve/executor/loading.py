@@ -11,12 +11,22 @@ import torch
 from pdserve.base.errors import ConfigError
 from pdserve.base.roles import lacks_pages
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.engine.guesses import AnswerLookup, NgramLookup
-from pdserve.engine.recent_answers import SHORTEST
+from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import EngineRunner, RankPages, Runner, zeroed
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.device_ranks import Fitting, load_on_devices
-from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
+from pdserve.executor.draft_loading import (
+    Drafts,
+    Guessing,
+    bytes_beside,
+    drafter_of,
+    limits_with,
+    load_guessing,
+    lookup_of,
+    open_drafts,
+    weights_hash,
+    with_room,
+)
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import (
     DTYPES,
@@ -45,7 +55,6 @@ from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
-from pdserve.settings.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from pdserve.kernels.attention import AttentionSpec
@@ -100,18 +109,20 @@ def _load(
         return Loaded(*load_on_devices(config, form, fitting, thread, name, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
-        executor = _ranked(config, form, (num_pages, layout), thread, progress)
-        return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
+        limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
+        return Loaded(_ranked(config, (form, drafts), (layout, limits), num_pages, thread, progress), layout, limits)
     model = load_form(config, form, device, None, progress)
     check_inputs(config, model)
-    if num_pages is None:
-        num_pages = _pages_beside(model, config, checkpoint, layout.page_bytes)
-    limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
-    if device.type == "cpu":
+    if num_pages is not None and device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
+    guessing = load_guessing(config, drafts, form, model, (num_pages, layout))
+    if num_pages is None:
+        limits = limits_with(limits_up_to(_longest(config, model), config, checkpoint), drafts)
+        beside = bytes_beside(model, drafts, guessing, limits, layout)
+        num_pages = _pages_beside(model, config, checkpoint, layout.page_bytes, beside)
+    limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
     own = RankPages(zeroed((num_pages * layout.page_bytes,), torch.uint8, device), are_own=True) if is_own else None
-    runner = _runner(model, num_pages, config, limits, code, own)
-    drafter = load_drafter(config, drafts, form, runner, layout, limits)
+    runner, drafter = _runner((model, guessing), (num_pages, layout, own), config, limits, code)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
@@ -120,21 +131,27 @@ def _load(
 
 
 def _ranked(
-    config: WorkerConfig, form: Form, pages: tuple[int, KvLayout], thread: ThreadPoolExecutor, progress: Progress
+    config: WorkerConfig,
+    forms: tuple[Form, Drafts],
+    sizes: tuple[KvLayout, Limits],
+    num_pages: int,
+    thread: ThreadPoolExecutor,
+    progress: Progress,
 ) -> RankedExecutor:
-    """Start the other ranks, and load this one beside them. pages: how many, and what they have."""
-    num_pages, layout = pages
+    """Start the other ranks, and load this one beside them. forms: with what guesses, which this rank has alone."""
+    (form, drafts), (layout, limits) = forms, sizes
     followers = Followers(config, form, num_pages, layout)
     try:
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
         check_inputs(config, model)
-        eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
         assert followers.memory is not None, "ranks on CPUs have the host's"
         memory = RankPages(followers.memory, config.rank_memory == "own")
-        runner = Runner(model, num_pages, config.page_size, eos_token_ids, memory)
+        runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory)
         followers.meet()
         _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
-        return RankedExecutor(runner, followers, thread, _name_of_ranks(config), config.test_step_s)
+        guessing = load_guessing(config, drafts, form, model, (num_pages, layout))
+        drafter = drafter_of(guessing, runner, layout.page_size, limits)
+        return RankedExecutor(runner, followers, thread, _name_of_ranks(config), config.test_step_s, drafter)
     except BaseException:
         followers.close()
         raise
@@ -202,29 +219,16 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
 
 def limits_up_to(max_model_len: int, config: WorkerConfig, checkpoint: Checkpoint) -> Limits:
     """Return the limits of a worker whose sequences have at most so many tokens."""
-    guessed, on_gpu = config.speculative_config, config.device in KERNEL_DEVICES
+    guessed = config.speculative_config
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.step_tokens.values()),
         max_model_len=max_model_len,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
-        can_pool=not on_gpu,  # their runner was not compared with anything yet
+        can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
         num_speculative_tokens=0 if guessed is None else guessed.num_speculative_tokens,
-        guesser=None if guessed is None else lookup_of(guessed, with_penalties=not on_gpu),
+        guesser=None if guessed is None else lookup_of(guessed),
     )
-
-
-def lookup_of(guessed: SpeculativeConfig, *, with_penalties: bool = True) -> NgramLookup | None:
-    """Return how guesses are looked up; None: the runner makes them. with_penalties: for sequences with these, too."""
-    match guessed.method:
-        case "ngram":
-            return NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max, None, with_penalties)
-        case "suffix":
-            depth, most_answers = guessed.suffix_decoding_max_tree_depth, guessed.suffix_decoding_max_cached_requests
-            shares = guessed.suffix_decoding_min_token_prob, guessed.suffix_decoding_max_spec_factor
-            return NgramLookup(SHORTEST, depth, AnswerLookup(depth, most_answers, *shares), with_penalties)
-        case _:
-            return None
 
 
 def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:
@@ -251,17 +255,25 @@ def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
         raise ConfigError(f"{field}: KV pages take {num_bytes} bytes, and {available} are left beside the model")
 
 
-def _pages_beside(model: Model, config: WorkerConfig, checkpoint: Checkpoint, page_bytes: int) -> int:
-    """Return how many pages fit on the model's GPU beside it and a step."""
+def _longest(config: WorkerConfig, model: Model) -> int:
+    return config.max_model_len or model.config.max_position_embeddings
+
+
+def _pages_beside(
+    model: Model, config: WorkerConfig, checkpoint: Checkpoint, page_bytes: int, guessing: tuple[int, int] = (0, 0)
+) -> int:
+    """Return how many pages fit on the model's GPU beside it and a step.
+
+    guessing: bytes that it takes, and more for each page.
+    """
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
     from pdserve.engine.gpu_memory import GpuMemory, step_bytes  # noqa: PLC0415
 
     memory = GpuMemory.of(model.device)
-    max_model_len = config.max_model_len or model.config.max_position_embeddings
-    needed = step_bytes(model, limits_up_to(max_model_len, config, checkpoint))
+    needed = guessing[0] + step_bytes(model, limits_up_to(_longest(config, model), config, checkpoint))
     needed += WORKSPACE_BYTES if config.attention_backend == "flashinfer" else 0
-    num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, page_bytes)
+    num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, page_bytes + guessing[1])
     if num_pages == 0:
         share = f"{config.gpu_memory_utilization} of {memory.total} bytes, {memory.free} of them free"
         page = f"a page of {page_bytes} bytes beside {memory.own + needed}"
@@ -283,10 +295,17 @@ def _check_limits(config: WorkerConfig, model: ModelConfig, specs: "list[Attenti
 
 
 def _runner(
-    model: Model, num_pages: int, config: WorkerConfig, limits: Limits, code: KvCode | None, own: RankPages | None
-) -> EngineRunner:
+    models: tuple[Model, Guessing | None],
+    pages: tuple[int, KvLayout, RankPages | None],
+    config: WorkerConfig,
+    limits: Limits,
+    code: KvCode | None,
+) -> tuple[EngineRunner, Drafter | None]:
+    """Return what computes a model's steps, and what guesses beside it. models: with what is loaded to guess."""
+    (model, guessing), (num_pages, layout, own) = models, pages
     if config.device not in KERNEL_DEVICES:
-        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), own, code)
+        on_cpu = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), own, code)
+        return on_cpu, drafter_of(guessing, on_cpu, layout.page_size, limits)
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
@@ -298,8 +317,9 @@ def _runner(
         spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
         prompts = FlashInferPrompts(spec, model.device)
     runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)
+    drafter = drafter_of(guessing, runner, layout.page_size, limits)
     runner.capture()
-    return runner
+    return runner, drafter
 
 
 def _max_model_len(config: WorkerConfig, model_limit: int, pool_tokens: int) -> int:

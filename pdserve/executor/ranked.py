@@ -24,6 +24,7 @@ import msgspec
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
@@ -186,15 +187,19 @@ class RankedExecutor:
         thread: ThreadPoolExecutor,
         device_name: str,
         step_s: float = 0.0,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Lead the followers, who have met. thread: the one that has started them; `close` ends both."""
+        """Lead the followers, who have met. thread: the one that has started them; `close` ends both.
+
+        drafter: guesses on this rank alone, while the others wait for the next step.
+        """
         self._thread, self._followers = thread, followers
         self._ahead = StepsAhead(followers.begin) if followers.ranks.rank.num_stages > 1 else None
         begin = followers.begin if self._ahead is None else self._ahead.begin
         leading = Leading(runner, followers, begin)
         if isinstance(runner, LaunchingRunner):
             leading = LeadingLaunches(runner, followers)
-        self._local = LocalExecutor(leading, thread, device_name, step_s, region=followers.region)
+        self._local = LocalExecutor(leading, thread, device_name, step_s, drafter, followers.region)
 
     @property
     def device_name(self) -> str:

@@ -20,8 +20,9 @@ from eagle3_heads import (
     write_head,
     write_head_that_looks_back,
 )
-from guessing_bench import END, MOST, REPEATED, VOCAB, Answers, Bench, add_requests, assert_same_scores, ids
+from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
 from held_weights import held, read_all, scaled
+from knowing_heads import Knowing
 from model_zoo import load_oracle, write_model
 from model_zoo import prompt as zoo_prompt
 from small_models import small_config, small_model
@@ -109,20 +110,6 @@ def right_head(model: Model, folder: Path, quantization: ChosenQuantization = "n
     head |= {"norm.weight": weights["model.norm.weight"], "lm_head.weight": weights["lm_head.weight"]}
     del head["d2t"], head["t2d"]
     return open_head(write_head(folder, config, head), model.config).load(model, quantization)
-
-
-class Knowing(HeadDrafter):
-    """A head that computes as it does, and then says what answers are known to be."""
-
-    known: Answers
-
-    def draft(self, plan: StepPlan, result: StepResult) -> Mapping[int, tuple[int, ...]]:
-        guesses = dict(super().draft(plan, result))
-        for place, own in guesses.items():
-            spec = plan.chunks[place].samples[0]
-            answer, count = self.known.get(spec.sequence, ()), spec.index + len(result.tokens[place][0])
-            guesses[place] = tuple([token.token_id for token in answer[count : count + len(own)]])
-        return guesses
 
 
 @pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other

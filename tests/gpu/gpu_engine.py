@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+import gpu_heads
 import reference_kernels as reference
 import torch
 from gpu_device import Device
@@ -18,6 +19,7 @@ from gpu_models import (
     DRY_PAGE_SIZE,
     PAGE_SIZE,
     QWEN3_8B,
+    AnyRunner,
     Driven,
     Engine,
     OneByOne,
@@ -35,7 +37,8 @@ from torch import Tensor
 
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import graph_sizes
-from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.drafting import Drafter, ModelDrafter, limits_of_passes
+from pdserve.engine.guesses import DraftsBy, NgramLookup
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
@@ -48,6 +51,7 @@ from pdserve.model.design import SelfAttention
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.model.weights import Weights
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 VOCAB = 300
@@ -57,7 +61,9 @@ NUM_TOKENS = 32
 DRY_LENS, DRY_TOKENS = (15, 17, 3), 2
 CHECK_EOS = 5
 CHECK_LIMITS = Limits(6, 48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}), num_speculative_tokens=3)
-GUESSING = replace(CHECK_LIMITS, guesser=NgramLookup(1, 4, with_penalties=False))
+GUESSING = replace(CHECK_LIMITS, guesser=NgramLookup(1, 4))
+DRAFTING = replace(CHECK_LIMITS, guesser=DraftsBy(DraftSource.DRAFT_MODEL, CHECK_LIMITS.max_model_len))
+DRAFTING_FAMILY = "qwen3 4/2"  # right about itself, and nearly always wrong about others
 WEIGHT_SCALE = 4.0  # lets random models write more than one token over and over
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -136,6 +142,7 @@ def cases(device: Device) -> Iterator[Case]:
     """Check tokens first, then logits, then what graphs replay."""
     for family in device.sized(tuple(FAMILIES), tuple(FAMILIES)[:1]):
         yield f"engine {family}", partial(_texts_agree, device, family)
+    yield from gpu_heads.cases(device, partial(small_model, DRAFTING_FAMILY))
     config = config_of(device, QWEN3_8B, FEW_LAYERS)
     weights = {name: cast("Tensor", stored.read(())) for name, stored in random_weights(config, device).items()}
     model = load_model(config, held(weights), device.half, device=device.torch)
@@ -151,9 +158,8 @@ def _texts_agree(device: Device, family: str) -> Iterator[Row]:
     compared = {
         "the CPU's tokens": found.unlike_the_cpus,
         "asynchronous, one by one": found.unlike_ahead,
+        **{f"guesses of {source}, {saved} steps saved": unlike for source, (unlike, saved) in found.guessed.items()},
     }
-    if found.num_saved is not None:
-        compared[f"guesses, {found.num_saved} steps saved"] = found.unlike_guessed
     for name, wrong in compared.items():
         yield Row(f"{family}: {name}", note=f"sequences {wrong} differ" if wrong else agree, failed=bool(wrong))
 
@@ -164,8 +170,7 @@ class Texts:
 
     unlike_the_cpus: list[int]  # from the engine in plain torch
     unlike_ahead: list[int]  # from itself with one step at a time
-    unlike_guessed: list[int]  # from itself with guesses
-    num_saved: int | None  # steps, by these; None: states take none back
+    guessed: Mapping[str, tuple[list[int], int]]  # from itself with guesses, by their source; and the steps they save
 
     @classmethod
     def of(cls, family: str, device: torch.device, prompt_lens: Seq[int], num_tokens: int) -> "Texts":
@@ -174,25 +179,30 @@ class Texts:
             kernels.capture()
         plain = Runner(small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
 
-        def driven(runner: CudaRunner | Runner, depth: int, limits: Limits = CHECK_LIMITS) -> Driven:
+        def driven(
+            runner: CudaRunner | Runner, depth: int, limits: Limits = CHECK_LIMITS, drafter: Drafter | None = None
+        ) -> Driven:
             scheduler = Scheduler(KvCache(CHECK_PAGES, paging_of(runner.groups), None), limits)
             is_launching = isinstance(runner, CudaRunner) and limits is CHECK_LIMITS
-            each = runner if is_launching else OneByOne(runner)
+            each: AnyRunner = runner if is_launching else OneByOne(runner, drafter)  # type: ignore[assignment]
             return drive(each, scheduler, mixed_sequences(prompt_lens, num_tokens), depth)
 
         ahead, one_by_one, theirs = driven(kernels, 2), driven(kernels, 1), driven(plain, 1)
-        has_states = kernels.groups[-1].has_states
-        guessed = one_by_one if has_states else driven(kernels, 1, GUESSING)
+        guessed = dict[str, Driven]()
+        if not kernels.groups[-1].has_states:  # which take no guess back
+            guessed["lookup"] = driven(kernels, 1, GUESSING)
+            passes = small_runner(DRAFTING_FAMILY, device, limits_of_passes(DRAFTING))
+            guessed["a draft model"] = driven(kernels, 1, DRAFTING, ModelDrafter(passes))
 
         def unlike(others: Driven) -> list[int]:
             return [order for order in range(len(prompt_lens)) if ahead.texts[order] != others.texts[order]]
 
-        num_saved = None if has_states else one_by_one.num_steps - guessed.num_steps
-        return cls(unlike(theirs), unlike(one_by_one), unlike(guessed), num_saved)
+        by_source = {source: (unlike(of), one_by_one.num_steps - of.num_steps) for source, of in guessed.items()}
+        return cls(unlike(theirs), unlike(one_by_one), by_source)
 
 
-def small_runner(family: str, device: torch.device) -> CudaRunner:
-    return CudaRunner(small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
+def small_runner(family: str, device: torch.device, limits: Limits = CHECK_LIMITS) -> CudaRunner:
+    return CudaRunner(small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, limits)
 
 
 def small_config(family: str) -> ModelConfig:

@@ -15,6 +15,7 @@ from gpu_device import Device
 from torch import Tensor
 
 from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.engine.drafting import Drafter
 from pdserve.engine.gpu_memory import step_bytes
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.replays import Replays
@@ -201,12 +202,13 @@ class AnyRunner(Protocol):
 
 
 class OneByOne:
-    """Wraps a runner for `drive`: `finish` computes the step, and verifies its guesses."""
+    """Wraps a runner for `drive`: `finish` computes the step, verifies its guesses, and lets a drafter make others."""
 
     max_in_flight = 1
 
-    def __init__(self, runner: EngineRunner) -> None:
-        self._run = verifying(runner.run)
+    def __init__(self, runner: EngineRunner, drafter: Drafter | None = None) -> None:
+        run = verifying(runner.run)
+        self._run = run if drafter is None else drafter.beside(run)
 
     def start(self, plan: StepPlan) -> None:
         self._plan = plan

@@ -12,7 +12,7 @@ from listed_answers import Listed
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.guesses import DraftsBy, NgramLookup
-from pdserve.engine.head_drafting import HeadDrafter
+from pdserve.engine.head_drafting import HeadDrafter, HeadRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
@@ -97,7 +97,7 @@ class Bench:
             limits = replace(
                 limits, num_speculative_tokens=MOST, guesser=DraftsBy(DraftSource.EAGLE3, self.draft_model_len)
             )
-            verify = self.head_drafter(self.head, runner, (END,)).beside(verify)
+            verify = self.head_drafter(HeadRunner(self.head, runner, (END,))).beside(verify)
         elif self.drafter:
             lookup = self.lookup if self.drafter == "ngram" else None
             limits = replace(limits, num_speculative_tokens=MOST, guesser=lookup)

@@ -2,20 +2,26 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from unittest import mock
 
+import numpy as np
 import torch
+from made_heads import made_head, made_module, with_room
 from recorded_device import DEVICE, recorded_device
 
 from pdserve.base.ids import PageId
 from pdserve.engine.batch import PoolShape
-from pdserve.engine.runner_cuda import CudaRunner, prompt_steps
+from pdserve.engine.head_cuda import CudaHead
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
+from pdserve.engine.warm_up_steps import prompt_steps
 from pdserve.model import loading
 from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
+from pdserve.model.guessing_head import Head
 from pdserve.model.ops_cuda import CudaOps
 from pdserve.protocol.sampling import SamplingParams
 
@@ -109,25 +115,60 @@ def with_states(plan: StepPlan) -> StepPlan:
     return replace(plan, chunks=tuple(chunks))
 
 
-def runner_of(config: ModelConfig) -> CudaRunner:
-    with mock.patch.object(loading, "ops_for", return_value=CudaOps()):
-        model = loading.load_model(config, loading.dummy_weights(config), torch.bfloat16, device=DEVICE)
+def runner_of(model: Model) -> CudaRunner:
     return CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
 
 
+def model_of(config: Mapping[str, object]) -> Model:
+    read = ModelConfig.from_hf(config)
+    with mock.patch.object(loading, "ops_for", return_value=CudaOps()):
+        return loading.load_model(read, loading.dummy_weights(read), torch.bfloat16, device=DEVICE)
+
+
+class Guessing:
+    """A runner with a head, which makes guesses behind a step of that name."""
+
+    def __init__(self, model: Model, head: Head) -> None:
+        self.runner = runner_of(with_room(model))
+        self.head = CudaHead(head, self.runner, LIMITS)
+        self.head.follow(self.runner, lambda take_in: take_in())
+
+    def start(self, plan: StepPlan) -> None:
+        self.runner.start(plan)
+
+    def finish(self) -> None:
+        self.runner.finish()
+
+    def guess(self) -> None:
+        plan = StepPlan((token(5, 11, SAMPLED["greedy"]), token(0, 10, SAMPLED["penalized"])))
+        self.head.run(plan, self.head.features_of(np.array([330, 10])))
+
+
 def main() -> None:
-    plain, latents, states = (runner_of(ModelConfig.from_hf(each)) for each in (CONFIG, LATENTS, STATES))
-    found = [(name, plain, plans) for name, plans in steps()]
-    found += [(f"{name}, latents", latents, plans) for name, plans in steps() if name in ("warm-up 0", "greedy")]
+    model, latents, states = map(model_of, (CONFIG, LATENTS, STATES))
+    head, module = Guessing(model, made_head(model, CudaOps())), Guessing(latents, made_module(latents, CudaOps()))
+    found: list[tuple[str, CudaRunner | Guessing, tuple[StepPlan, ...]]] = []
+    for last, runner, only in (
+        ("", runner_of(model), ()),
+        (", latents", runner_of(latents), ("warm-up 0", "greedy")),
+        (", head", head, ()),
+        (", module", module, ("warm-up 0", "all kinds")),
+    ):
+        found += [(f"{name}{last}", runner, plans) for name, plans in steps() if not only or name in only]
+    keeping = runner_of(states)
     for name, plans in steps():
         if not name.startswith("warm-up"):
-            found.append((f"{name}, states", states, tuple(map(with_states, plans))))
+            found.append((f"{name}, states", keeping, tuple(map(with_states, plans))))
     for name, runner, plans in found:
         with recorded_device() as seen:
             for plan in plans:
                 runner.start(plan)
             for _ in plans:
                 runner.finish()
+        sys.stdout.write(json.dumps({"step": name, **asdict(seen)}) + "\n")
+    for name, guessing in (("guesses of a head", head), ("guesses of a module", module)):
+        with recorded_device() as seen:
+            guessing.guess()
         sys.stdout.write(json.dumps({"step": name, **asdict(seen)}) + "\n")
 
 

@@ -17,9 +17,10 @@ from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, prompt_steps
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, StepPlan
+from pdserve.engine.warm_up_steps import prompt_steps
 from pdserve.kernels.device import attention as device_attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model

@@ -25,9 +25,10 @@ def steps() -> dict[str, dict[str, Any]]:
 
 def test_no_step_gives_the_device_what_lies_on_the_host_or_waits_for_it(steps: dict[str, dict[str, Any]]) -> None:
     assert len(steps) > 15
-    assert {"greedy, latents", "greedy, states", "copies, states"} <= steps.keys()
+    names = {"greedy, latents", "greedy, states", "copies, states", "all kinds, head", "all kinds, module"}
+    assert names <= steps.keys()
     assert {name: step["mixed"] for name, step in steps.items() if step["mixed"]} == {}
-    assert {name: step["waits"] for name, step in steps.items() if step["waits"]} == {}
+    assert {name for name, step in steps.items() if step["waits"]} == {"guesses of a head", "guesses of a module"}
 
 
 def test_a_layer_takes_five_kernels_beside_its_products(steps: dict[str, dict[str, Any]]) -> None:
@@ -39,6 +40,14 @@ def test_states_are_written_once_for_all_layers_behind_the_samples(steps: dict[s
     layer = ["rms_norm", "convolve", "recur", "gate", "rms_norm", "silu_mul"]
     step = [*layer, *LAYER, "rms_norm", "scan", "choose", "keep"]
     assert kernels == [*step, *step]
+
+
+def test_a_head_takes_in_a_step_with_a_layers_attention_behind_the_sampled_tokens(
+    steps: dict[str, dict[str, Any]],
+) -> None:
+    wanted = [*LAYER * 2, "rms_norm", "scan", "choose", "rms_norm", "rms_norm", "rope_write", "attend"]
+    assert steps["greedy, head"]["kernels"][: len(wanted)] == wanted
+    assert steps["greedy, head"]["received_bytes"] == steps["greedy"]["received_bytes"]
 
 
 def test_what_comes_back_of_a_step_is_its_tokens(steps: dict[str, dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import torch
 from faultsim.engine import FakeRunner
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.base.ids import PageId
-from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, Draft, Phase, SampleSpec, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.executor.launching import Launches
 from pdserve.executor.local import LocalExecutor
@@ -162,6 +162,14 @@ def test_a_step_with_guesses_is_computed_once_the_others_are_over() -> None:
     plans = [first, StepPlan((guessed, *first.chunks[1:]))]
     assert tokens(ahead(engine, plans)) == tokens(one_by_one([first, first]))
     assert engine.device.calls == ["start", "finish", "run"]
+
+
+def test_a_step_behind_which_a_draft_model_guesses_is_computed_once_the_others_are_over() -> None:
+    engine, (first, second, third) = Engine(), [step(index) for index in range(3)]
+    drafted = replace(second.chunks[0], draft=Draft((20,), 0, 3))
+    plans = [first, StepPlan((drafted, *second.chunks[1:])), third]
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one([first, second, third]))
+    assert engine.device.calls == ["start", "finish", "run", "start", "finish"]
 
 
 def test_steps_that_bring_log_probabilities_are_launched_like_others() -> None:

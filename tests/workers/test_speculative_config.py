@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from engine_answers import written
 from model_zoo import write_model
 
 from pdserve.base.errors import ConfigError
@@ -41,16 +42,6 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
     assert (limits.num_speculative_tokens, limits.guesser) == (4, lookup)
 
 
-@pytest.mark.parametrize("given", [NGRAM, SUFFIX])
-@pytest.mark.parametrize("device", ["cpu", "cuda", "interpreter"])
-def test_on_a_gpu_sequences_with_penalties_get_no_guesses(tmp_path: Path, given: str, device: str) -> None:
-    config = worker(write_model("llama3", tmp_path), given, device=device)
-    limits = loading.limits_up_to(400, config, open_model(config))
-    assert isinstance(limits.guesser, NgramLookup)
-    assert limits.guesser.serves(SamplingParams(temperature=0.7))
-    assert limits.guesser.serves(SamplingParams(frequency_penalty=0.5)) == (device == "cpu")
-
-
 @pytest.mark.parametrize(
     ("given", "settings", "problem"),
     [
@@ -67,14 +58,7 @@ def test_on_a_gpu_sequences_with_penalties_get_no_guesses(tmp_path: Path, given:
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', {}, r"max-tree-depth: 1 is refused"),
         (DRAFT[:-1] + ', "quantization": "int8"}', {}, r"--speculative-config\.quantization: unknown key"),
         (DRAFT, {"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: draft_model is not served"),
-        (DRAFT, {"device": "cuda"}, r"speculative_config\.method: draft_model is not served with device cuda"),
-        (DRAFT, {"device": "interpreter"}, r"speculative_config\.method: draft_model .* with device interpreter"),
-        (MTP, {"device": "cuda"}, r"speculative_config\.method: mtp is not served with device cuda"),
-        (
-            DRAFT,
-            {"tensor_parallel_size": 2},
-            "speculative_config.method: draft_model is not served beside several ranks",
-        ),
+        (MTP, {"tensor_parallel_size": 2}, "speculative_config.method: mtp is not served beside several ranks"),
         (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
         ('{"prompt_lookup_min": 9}', {}, "prompt-lookup-min: 9 is over prompt_lookup_max 8"),
         (NGRAM, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
@@ -87,6 +71,16 @@ def test_what_no_worker_does_is_refused_by_its_key(
         worker(tmp_path, given, **settings)
 
 
+@pytest.mark.parametrize("device", ["interpreter", "cuda"])
+@pytest.mark.parametrize("given", [MTP, DRAFT.replace("draft_model", "eagle3")])
+def test_heads_on_kernels_are_refused_beside_families_that_nobody_has_tried(
+    tmp_path: Path, given: str, device: str
+) -> None:
+    config = worker(write_model("qwen2", tmp_path), given, device=device)
+    with pytest.raises(ConfigError, match=rf"speculative_config\.method: .* {device} .* not Qwen2ForCausalLM"):
+        draft_loading.open_drafts(config, open_model(config))
+
+
 def test_a_state_takes_no_guess_back(tmp_path: Path) -> None:
     config = worker(write_model("lfm2", tmp_path), NGRAM)
     with pytest.raises(ConfigError, match="speculative_config: this model's layers keep a state"):
@@ -95,6 +89,16 @@ def test_a_state_takes_no_guess_back(tmp_path: Path) -> None:
 
 def drafting(target: Path, draft: Path, **settings: object) -> WorkerConfig:
     return worker(target, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 5}, **settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_on_the_first_of_several_ranks_changes_no_token(tmp_path: Path, temperature: float) -> None:
+    target = write_model("llama3", tmp_path)
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
+    given = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 5}
+    tokens, num_guesses = written(target, params, speculative_config=given, tensor_parallel_size=2)
+    assert (tokens, 0) == written(target, params)
+    assert num_guesses > 5
 
 
 def test_a_draft_model_guesses_up_to_its_own_length_and_that_of_the_worker(tmp_path: Path) -> None:

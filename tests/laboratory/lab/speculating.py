@@ -21,7 +21,7 @@ from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
-from pdserve.executor.loading import lookup_of
+from pdserve.executor.draft_loading import lookup_of
 from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
 from pdserve.protocol.paging import Paging

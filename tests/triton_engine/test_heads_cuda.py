@@ -1,0 +1,155 @@
+"""Heads on the kernels' runner: they change no token, and guess what they guess on a CPU."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from guessing_bench import REPEATED, Bench, ids
+from kernel_bench import GREEDY, PENALIZED, KernelBench, answered, answered_mixed, assert_same, one_layer
+from knowing_heads import Knowing
+from made_heads import made_head, with_room
+from model_zoo import prompt as zoo_prompt
+from model_zoo import write_model
+from mtp_modules import write_model_with_module
+
+from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine import verification
+from pdserve.engine.head_cuda import CudaHead
+from pdserve.executor.head_files import open_mtp
+from pdserve.model.eagle3 import Eagle3Head
+from pdserve.model.family import Model
+from pdserve.model.guessing_head import Head
+from pdserve.model.loading import load_model, ops_for
+from pdserve.protocol.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return with_room(one_layer(num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def head(model: Model) -> Eagle3Head:
+    return made_head(model, ops_for(model.device, 16))
+
+
+def drafted(bench: Bench) -> list[tuple[list[int], tuple[int, ...]]]:
+    return [(known, guesses) for _, known, guesses in bench.drafted]
+
+
+def test_a_head_on_kernels_guesses_what_it_guesses_on_a_cpu_and_changes_no_token(
+    model: Model, head: Eagle3Head
+) -> None:
+    plain, on_cpu = answered_mixed(Bench(model)), answered_mixed(Bench(model, 60, head=head))
+    bench = answered_mixed(KernelBench(model, 60, head=head))
+    assert_same(bench, plain)
+    assert drafted(bench) == drafted(on_cpu)
+    assert len(bench.drafted) > 20
+    assert not bench.counts["draft failures"]
+
+
+@pytest.mark.long
+def test_a_head_on_kernels_takes_in_prefixes_preempted_texts_and_parts_of_prompts(
+    model: Model, head: Eagle3Head
+) -> None:
+    def run(bench: Bench) -> Bench:
+        for number in range(3):  # a prompt takes two steps, and begins as the one before
+            bench.add(number, [*range(10, 80), 20 + number], replace(GREEDY, max_tokens=12))
+        return bench.run()
+
+    plain, on_cpu, bench = (
+        run(each) for each in (Bench(model), Bench(model, 12, head=head), KernelBench(model, 12, head=head))
+    )
+    assert_same(bench, plain)
+    assert bench.scheduler.num_preemptions > 0
+    assert max(each.num_cached_tokens for each, _, _ in bench.drafted) >= 64
+    assert drafted(bench) == drafted(on_cpu)
+
+
+def test_right_guesses_of_a_head_save_steps_of_kernels(model: Model, head: Eagle3Head) -> None:
+    asked = replace(GREEDY, max_tokens=24), replace(PENALIZED, max_tokens=24)
+    plain = answered(Bench(model), *asked)
+    make = type("Made", (Knowing,), {"known": plain.answers})
+    bench = answered(KernelBench(model, 60, head=head, head_drafter=make), *asked)
+    assert_same(bench, plain)
+    assert bench.counts["right"] > 0.9 * bench.counts["guesses"] > 20
+    assert bench.counts["steps"] < 0.8 * plain.counts["steps"]
+
+
+def test_an_answer_stops_within_a_chain_of_a_heads_guesses_on_kernels(model: Model, head: Eagle3Head) -> None:
+    whole = answered(Bench(model), replace(GREEDY, max_tokens=30))
+    answer = ids(whole.answers)[0, 0]
+    place = next(place for place in range(12, len(answer)) if answer[place] not in answer[:place])
+    params = replace(GREEDY, max_tokens=30, stop_token_ids=(answer[place],), ignore_eos=False)
+    make = type("Made", (Knowing,), {"known": whole.answers})
+    plain, bench = (
+        answered(each, params) for each in (Bench(model), KernelBench(model, 60, head=head, head_drafter=make))
+    )
+    assert_same(bench, plain)
+    num_tokens = len(plain.answers[0, 0])
+    assert num_tokens < 30
+    assert 1 + bench.counts["steps"] + bench.counts["right"] > num_tokens, "guesses behind it were right"
+
+
+def test_a_wrong_guess_of_a_head_that_is_kept_would_change_the_kernels_answer(
+    model: Model, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = partial(answered, prompt=REPEATED[:2])
+    plain, kept = short(Bench(model), GREEDY), verification._kept
+    monkeypatch.setattr(
+        verification,
+        "_kept",
+        lambda chunk, sampled, stuck: tuple(of[0][0] for of in sampled[: len(kept(chunk, sampled, stuck)) + 1]),
+    )
+    assert ids(short(KernelBench(model, 60, head=head), GREEDY).answers) != ids(plain.answers)
+
+
+def test_a_head_that_fails_to_take_in_ends_no_step_and_is_counted(
+    model: Model, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, prompt = replace(GREEDY, max_tokens=6), REPEATED[:2]
+    plain, bench = answered(Bench(model), params, prompt=prompt), KernelBench(model, 60, head=head)
+    taken, num_taken = CudaHead.take_in, 0
+
+    def failing(*step: object) -> None:
+        nonlocal num_taken
+        num_taken += 1
+        if num_taken == 3:
+            raise MemoryError("once")
+        taken(*step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaHead, "take_in", failing)
+    assert_same(answered(bench, params, prompt=prompt), plain)
+    assert bench.counts["draft failures"] == 1 < num_taken
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3-moe", "gemma2", "gpt-oss"])
+def test_a_head_on_kernels_guesses_beside_each_family_what_it_guesses_on_a_cpu(tmp_path: Path, family: str) -> None:
+    checkpoint = open_directory(write_model(family, tmp_path))
+    loaded = with_room(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
+    assert_guesses_of_a_cpu(loaded, made_head(loaded, ops_for(loaded.device, 16)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "glm4-lite"])
+def test_a_module_on_kernels_guesses_what_it_guesses_on_a_cpu(tmp_path: Path, family: str) -> None:
+    checkpoint = open_directory(write_model_with_module(family, tmp_path))
+    loaded = with_room(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
+    assert_guesses_of_a_cpu(loaded, open_mtp(checkpoint).load(loaded))
+
+
+def assert_guesses_of_a_cpu(loaded: Model, head: Head) -> None:
+    """Check what a head guesses beside a model on kernels, behind prompts in parts and beyond windows."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    benches = Bench(loaded, 60), Bench(loaded, 60, head=head), KernelBench(loaded, 60, head=head)
+    for bench in benches:
+        for number, length in enumerate((100, 17)):
+            bench.add(number, zoo_prompt(length, seed=number), params)
+        bench.run()
+    plain, on_cpu, on_kernels = benches
+    assert ids(on_kernels.answers) == ids(plain.answers)
+    assert drafted(on_kernels) == drafted(on_cpu)
+    assert len(on_kernels.drafted) > 5
