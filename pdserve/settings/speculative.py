@@ -53,12 +53,13 @@ class SpeculativeConfig(BaseModel):
         """Whether guesses are looked up in tokens; else a model makes them."""
         return self.method in _PREFIXES.values()
 
-    def problem(self, degrees: Degrees, kv_cache_dtype: str) -> str | None:
+    def problem(self, device: str, degrees: Degrees, kv_cache_dtype: str) -> str | None:
         """Return why workers like this do not guess so, or None."""
         if degrees.pipeline > 1:
             return "speculative_config: pipeline stages verify no guesses yet"
-        if degrees.tensor > 1 and self.method in ("eagle3", "mtp"):
-            return f"speculative_config.method: {self.method} is not served beside several ranks yet"
+        on_cpu = device in ("auto", "cpu")
+        if degrees.tensor > 1 and not self.looks_up and (self.method != "draft_model" or not on_cpu):
+            return f"speculative_config.method: {self.method} is not served beside several ranks of device {device} yet"
         if kv_cache_dtype != "auto" and not self.looks_up:
             return f"speculative_config.method: {self.method} is not served with kv_cache_dtype {kv_cache_dtype}"
         return None
