@@ -48,7 +48,9 @@ def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
         num_prefill=2,
         num_decode=1,
         worker_flags={
-            **{"page_size": 32, "dtype": "float32", "max_model_len": None},
+            "page_size": 32,
+            "dtype": "float32",
+            "max_model_len": None,
             "speculative_config": {"method": "ngram", "prompt_lookup_min": 3},
         },
         router_flags={"max_num_held": 7, "host": "0.0.0.0"},
