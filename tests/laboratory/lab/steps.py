@@ -3,8 +3,8 @@
     PYTHONPATH=tests/laboratory python -m lab.steps MODEL ROUNDS TREE...
 
 The model is random, in bfloat16: `small` has the shape of SmolLM2-135M, `latents` the attention of DeepSeek-V2-Lite,
-`delta` the layers of Qwen3-Next, `space` those of Falcon-H1, `conv` those of LFM2. Each tree's engine is a process of its
-own, alone and in one thread.
+`delta` the layers of Qwen3-Next, `space` those of Falcon-H1, `conv` those of LFM2. Each tree's engine is a process of
+its own, alone and in one thread.
 """
 
 import os
