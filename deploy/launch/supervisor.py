@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 NEVER_STARTED = Incarnation(0)
 REPORT_TIMEOUT_S = 60.0
+SLOW_END_S = 5.0  # of what a process has started, behind its own end: it is told after so long
 NO_ROUTER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
 
@@ -301,7 +302,23 @@ async def _until_ended(child: _Child, process: Process) -> int:
         raise
     finally:
         child.process = None
-        await asyncio.to_thread(end_group, process.pid)
+        await _end_of_group(child.spec.name, process.pid)
+
+
+async def _end_of_group(name: str, number: int) -> None:
+    """Return once nothing of a process group runs, also where this task is cancelled meanwhile."""
+    ending = asyncio.create_task(asyncio.to_thread(end_group, number))
+    cancelled: asyncio.CancelledError | None = None
+    while not ending.done():
+        try:
+            _, waiting = await asyncio.wait((ending,), timeout=SLOW_END_S)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            continue
+        if waiting:
+            logger.warning("%s has ended, but not all processes of its group %d; their end is waited for", name, number)
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _pause(child: _Child, seconds: float) -> None:

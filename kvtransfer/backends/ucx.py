@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from pdserve.base.errors import ConfigError
-from pdserve.settings.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from pdserve.settings.config import WorkerConfig
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -32,7 +35,7 @@ class Network:
     tcp_only: bool = False
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> "Network":
+    def of(cls, config: "WorkerConfig") -> "Network":
         return cls(config.handoff_host, config.handoff_rdma_devices, tcp_only=config.handoff_transport == "tcp")
 
     def settings(self, *, gpu: bool = False) -> dict[str, str]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from supervised_children import Record, supervised
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import CommandError, ConfigError
+from pdserve.launch import supervisor as supervisor_module
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
@@ -102,6 +104,28 @@ async def test_an_end_is_announced_once_all_that_the_process_has_started_has_end
         psutil.Process(process.pid).kill()
         await record.until(lambda: bool(record.exits))
     assert record.found[0] is False
+
+
+async def test_a_group_that_does_not_end_is_told_and_waited_for_also_when_all_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, warned = threading.Event(), asyncio.Event()
+    monkeypatch.setattr(supervisor_module, "SLOW_END_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "end_group", lambda _number: over.wait())
+    monkeypatch.setattr(supervisor_module.logger, "warning", lambda *_: warned.set())
+    supervisor, record = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock(), backoff=AT_ONCE), Record()
+    running = asyncio.create_task(supervisor.run(record.on_exit, record.on_start))
+    await record.until(lambda: record.num_starts == 1)
+    (process,) = supervisor.processes
+    assert process.pid is not None
+    psutil.Process(process.pid).kill()
+    await warned.wait()
+    running.cancel()
+    assert await asyncio.wait((running,), timeout=0.1) == (set(), {running})
+    assert not record.exits
+    over.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_the_incarnation_is_told_to_workers_and_not_to_the_router(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_a_peer_with_more_rows_than_can_be_named_is_refused() -> None:
         (lambda data: data[:20], "20 bytes for 2 ranks"),
         (lambda data: data + b"x", "its ranks take"),
         (lambda data: b"PDKV" + data[4:], "PDKV"),
+        (lambda data: data[:4] + b"\0\x09" + data[6:], "version 9"),
         (lambda data: data[:6] + b"\0\0" + data[8:], "with 0 ranks"),
         (lambda data: data[:6] + b"\0\3" + data[8:], "for 3 ranks"),
         (lambda data: data[:-2], "bytes, its header says"),

@@ -68,6 +68,7 @@ def test_a_head_on_kernels_takes_in_prefixes_preempted_texts_and_parts_of_prompt
     assert drafted(bench) == drafted(on_cpu)
 
 
+@pytest.mark.long
 def test_right_guesses_of_a_head_save_steps_of_kernels(model: Model, head: Eagle3Head) -> None:
     asked = replace(GREEDY, max_tokens=24), replace(PENALIZED, max_tokens=24)
     plain = answered(Bench(model), *asked)

@@ -47,7 +47,8 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 
 of_families = pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.long if each == "qwen3.5" else ()) for each in STATES]
+    "family",
+    [pytest.param(each, marks=pytest.mark.long if each in {"qwen3.5", "falcon-h1"} else ()) for each in STATES],
 )
 
 
