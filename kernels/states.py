@@ -147,6 +147,7 @@ class PagedStates:
     def keep(self) -> None:
         """Write the states behind the planned tokens, which all layers have computed, into their pages."""
         plan, spec, heads = self._planned(), self._spec, self._heads
+        pages = plan.pages.long()  # before the first launch: what fails between the two would count tokens twice
         if heads is not None:
             block_k, block_v, num_blocks = _blocks(heads)
             device_states.keep[plan.num_chunks, spec.num_layers * heads.count, num_blocks](
@@ -156,7 +157,7 @@ class PagedStates:
                 BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
             )  # fmt: skip
         kept = self._by_layer[:, :, : spec.kept_inputs]
-        kept.index_copy_(0, plan.pages.long(), self._inputs[: len(plan.pages)])
+        kept.index_copy_(0, pages, self._inputs[: len(plan.pages)])
 
     def _planned(self) -> _Plan:
         if self._plan is None:

@@ -22,7 +22,8 @@ VALUES = 32  # of a latent that are summed at once
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 1024  # of a row that is both K and V; as in src/attention_pass.h
 CODES: dict[KvCode, int] = {"int8": 2, "fp8_e4m3": 3}  # forms of rows, as src/kv_rows.h numbers them
-MAX_GROUP_DIM = 4096  # of the heads that share K and V: a block's sums, 32 floats for each, lie on a thread's stack
+MAX_GROUP_DIM = 4096  # of the heads that share K and V: a block's sums, TOKENS floats for each, lie on a thread's stack
+MAX_GROUP = 64  # heads that share K and V: a block's states, 128 bytes for each query, lie there, too
 LATENT_QUERIES = 128  # of a block, where all heads of a token share one row
 
 Ints = npt.NDArray[np.int64]
@@ -228,7 +229,8 @@ def serves(head_dim: int, dtype: torch.dtype, latent_heads: int | None = None) -
 
 def serves_chunks(head_dim: int, group: int, dtype: torch.dtype, *, latent: bool = False) -> bool:
     """Say whether the library is fastest for chunks of several tokens, too: torch is where it has matrix units."""
-    fits = head_dim % 32 == 0 and (latent or head_dim * group <= MAX_GROUP_DIM) and dtype == torch.bfloat16
+    has_room = latent or (group <= MAX_GROUP and head_dim * group <= MAX_GROUP_DIM)
+    fits = head_dim % 32 == 0 and has_room and dtype == torch.bfloat16
     return fits and not torch.cpu._is_amx_tile_supported()
 
 

@@ -79,6 +79,13 @@ def _memory_before(
 
 
 @triton.jit
+def _log1p(x):
+    """log(1 + x), right where 1 + x is 1, too (Kahan; Goldberg 1991, theorem 4)."""
+    one_more = 1.0 + x
+    return tl.where(one_more == 1.0, x, tl.log(one_more) * x / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+
+
+@triton.jit
 def recur(
     convolved_ptr, taken_ptr, out_ptr, changes_ptr, pool_ptr, rate_ptr, rate_bias_ptr, direct_ptr,
     tokens_ptr, starts_ptr, taken_stride, page_floats, memory_at, q_at, k_at, v_at, rates_at, betas_at,
@@ -111,7 +118,7 @@ def recur(
         k = tl.load(row + k_at + at_group + key, is_key, other=0.0)
         v = tl.load(row + v_at + head * VALUE_DIM + value, is_value, other=0.0)
         given = tl.load(taken + rates_at + head).to(tl.float32) + rate_bias
-        step = tl.where(given > 20.0, given, tl.log(1.0 + tl.exp(tl.minimum(given, 20.0))))
+        step = tl.where(given > 20.0, given, _log1p(tl.exp(tl.minimum(given, 20.0))))
         left = tl.exp(rate * step)
         memory *= left
         if CORRECTS:
@@ -120,7 +127,7 @@ def recur(
             learnt = beta * (v - tl.sum(memory * k[:, None], 0))
         else:
             learnt = step * v
-        memory += k[:, None] * learnt[None, :]
+        memory = tl.fma(k[:, None], learnt[None, :], memory)  # as `keep` rounds it
         read = tl.sum(memory * q[:, None], 0)
         if HAS_DIRECT:
             read += tl.load(direct_ptr + head) * v
@@ -187,7 +194,7 @@ def keep(
         k = tl.load(change + at_group + key, is_key, other=0.0)
         learnt = tl.load(change + GROUPS * KEY_DIM + head * VALUE_DIM + value, is_value, other=0.0)
         left = tl.load(change + GROUPS * KEY_DIM + HEADS * VALUE_DIM + head)
-        memory = memory * left + k[:, None] * learnt[None, :]
+        memory = tl.fma(k[:, None], learnt[None, :], memory * left)
         piece = tl.load(tokens_ptr + token * TOKEN_FIELDS + PIECE)
         if piece >= 0:
             after = pool_ptr + tl.load(pages_ptr + piece).to(tl.int64) * page_floats + memory_at

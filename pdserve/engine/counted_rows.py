@@ -68,9 +68,10 @@ class CountedRows:
         return slots
 
     def _make_room(self, num_rows: int) -> None:
-        if (num_more := num_rows - len(self.counts)) > 0:
-            self._free += range(len(self.counts), num_rows)
-            self.counts = torch.cat((self.counts, self.counts.new_zeros((num_more, self.counts.shape[1]))))
+        num_before = len(self.counts)
+        if num_rows > num_before:  # there may be no memory for more: then none are free either
+            self.counts = torch.cat((self.counts, self.counts.new_zeros((num_rows - num_before, self.counts.shape[1]))))
+            self._free += range(num_before, num_rows)
 
     def _kept(self, spec: SampleSpec) -> int | None:
         """Return the row that has counted all before a sample, if there is one; give up the sequence's others."""

@@ -170,7 +170,8 @@ class Scheduler:
         if self.steps and (step.depends_on(guesses) or self._decode_room.lacks(step, decoding)):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
-        can_guess = not is_brief and (guesses or self.speculation.can_draft)
+        few = len(decoding) <= self.limits.max_num_seqs  # others may have joined: passes of drafts are bounded by it
+        can_guess = not is_brief and few and (guesses or self.speculation.can_draft)
         num_spare = budget - len(decoding) - self._num_prompt_tokens(prompts) if can_guess else 0
         self.speculation.ask_for_drafts(decoding, guesses, num_spare)
         budget -= self._schedule_decoding(step, decoding, guesses, (budget, num_spare))

@@ -21,7 +21,7 @@ from pdserve.kernels.cpu.calls import Immediate
 LAYER, NUM_LAYERS, EPS = 1, 2, 1e-6
 CLOSE = 2**-7
 # Where each sequence's chunk begins, and its context: full blocks of queries and keys, and one more or less.
-SPANS = [(0, 2), (0, 31), (0, 32), (0, 33), (0, 64), (0, 200), (1, 3), (17, 50), (63, 65), (64, 128), (100, 230)]
+SPANS = [(0, 2), (0, 31), (0, 32), (0, 64), (0, 65), (0, 200), (1, 3), (17, 50), (63, 65), (64, 128), (100, 230)]
 
 
 class Prompts:
@@ -166,6 +166,7 @@ def test_heads_that_share_more_than_a_stack_holds_are_not_served(monkeypatch: py
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert serves_chunks(256, 16, torch.bfloat16)
     assert not serves_chunks(256, 17, torch.bfloat16)
+    assert not serves_chunks(32, 65, torch.bfloat16)
     assert not serves_chunks(80, 1, torch.bfloat16)
     assert not serves_chunks(64, 1, torch.float32)
 

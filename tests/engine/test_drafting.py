@@ -150,6 +150,15 @@ def test_kv_that_others_write_to_the_draft_models_pages_spoils_guesses_alone(mod
     assert bench.counts["right"] < 0.9 * bench.counts["guesses"], "some are spoiled"
 
 
+def test_nothing_is_drafted_for_more_sequences_than_passes_have_room_for(model: Model) -> None:
+    """Others than routers' counts allow may join; `limits_of_passes` is of max_num_seqs."""
+    bench = Bench(model, draft=model)
+    bench.scheduler.limits = replace(bench.scheduler.limits, max_num_seqs=0)
+    bench.add(0, REPEATED, GREEDY)
+    bench.run()
+    assert bench.counts["guesses"] == 0
+
+
 def test_a_loaded_worker_tries_a_few_guesses_and_plans_ahead(model: Model) -> None:
     bench = Bench(model, draft=model, row_s=1.0)
     for _ in range(20):

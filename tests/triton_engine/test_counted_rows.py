@@ -114,3 +114,17 @@ def test_the_prompt_of_a_first_token_and_the_answer_of_a_later_one_are_counted_t
     sampled(rows, texts, [4, 5, 6], set())
     assert len(rows.counts) == 3, "a step's rows are there whatever was asked for"
     sampled(rows, texts, [4, 5, 6], {1, 2, 3})
+
+
+def test_rows_for_which_there_is_no_memory_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_tensors: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    rows, texts = CountedRows(2, VOCAB, torch.device("cpu")), [Text(number, [number]) for number in range(1, 5)]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "cat", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            rows.take([text.spec(is_ahead=False) for text in texts])
+    for half in (texts[:2], texts[2:], texts):
+        assert len(set(rows.take([text.spec(is_ahead=False) for text in half]).tolist())) == len(half)
+        assert max(rows.take([text.spec(is_ahead=False) for text in half]).tolist()) < len(rows.counts)
