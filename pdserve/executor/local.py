@@ -59,6 +59,10 @@ class LocalExecutor:
         for pages in self._pages_on_host:
             take_in_background(pages)
 
+    def drain(self) -> None:
+        """Wait until all launched steps are over. No step may be started after this."""
+        self._ends.shutdown()
+
     def close(self) -> None:
         self._thread.shutdown()
         self._ends.shutdown()

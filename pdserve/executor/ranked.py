@@ -30,7 +30,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, step_of
-from pdserve.executor.rank_group import GroupRanks
+from pdserve.executor.rank_group import GroupRanks, within
 from pdserve.executor.rank_memory import mapped_pages, new_pages, own_pages, region_of
 from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
 from pdserve.executor.steps_ahead import StepsAhead
@@ -63,6 +63,7 @@ class Followers:
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
+        self.drain_s = 2 * config.stalled_step_s  # two steps may be under way
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
         check_library(degrees)
         self._has_own, self.mover_sockets = config.rank_memory == "own", tuple[socket.socket, ...]()
@@ -225,6 +226,8 @@ class RankedExecutor:
         self._local.take_memory()
 
     def close(self) -> None:
+        with within(self._followers.drain_s, "launched steps"):
+            self._local.drain()  # while the other ranks still do their parts
         self._thread.submit(self._followers.close).result()
         self._local.close()
         if self._ahead is not None:

@@ -111,6 +111,14 @@ def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_
     assert found[0] == found[1]
 
 
+def test_closing_waits_for_steps_launched_ahead_on_all_ranks(model: Path) -> None:
+    with engine_of(config_of(model)) as engine:
+        before = tokens_of(engine.executor.start(PLAN).result(60))
+        steps = [engine.executor.start(PLAN) for _ in range(2)]
+    assert [tokens_of(step.result(0)) for step in steps] == [before, before]
+    assert not ranks()
+
+
 def test_a_request_that_cannot_be_sampled_fails_alone_beside_steps_launched_ahead(model: Path) -> None:
     wrong = replace(spec(), matcher=Broken())
     plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(wrong,))))
