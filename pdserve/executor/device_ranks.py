@@ -17,7 +17,7 @@ from pdserve.base.signals import end_served
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
-from pdserve.executor.form import Form, Progress, load_form
+from pdserve.executor.form import Form, Progress, check_inputs, load_form
 from pdserve.executor.rank_frames import Ended, Pages, Setup
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
 from pdserve.executor.rank_memory import check_on_devices, rank_page_bytes
@@ -56,6 +56,7 @@ def load_on_devices(
     followers = Followers(config, form, fitting.num_pages, layout, ranks)
     try:
         model = load_form(config, form, ranks.device, ranks, progress)
+        check_inputs(config, model)
         num_pages = min(fitting.num_pages or fitting.room(model), *followers.meet())
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"):

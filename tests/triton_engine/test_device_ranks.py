@@ -230,6 +230,7 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
         ("deepseek-v2", {}, "rank_memory: own is not served for a model with latent rows"),
         ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),
         ("llama3", {"quantization": "int8"}, "quantization: int8 is not served by 2 ranks on interpreter yet"),
+        ("llama3", {"quantized_inputs": 8}, "quantized_inputs: 8: no product of these weights rounds its inputs"),
     ],
 )
 def test_models_that_were_not_tried_on_ranks_with_devices_are_refused(
