@@ -6,13 +6,15 @@ torch.distributed, and rank 0 leads them through the steps that compile kernels 
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from pdserve.base.errors import DeviceError
 from pdserve.base.signals import end_served
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
@@ -59,7 +61,7 @@ def load_on_devices(
         check_inputs(config, model)
         num_pages = min(fitting.num_pages or fitting.room(model), *followers.meet())
         limits = fitting.limits(num_pages)
-        with within(START_S, "the ranks' first steps"):
+        with within(START_S, "the ranks' first steps"), _ending_the_process():
             followers.give_pages(num_pages)
             ranks.join(followers.slots, config.stalled_step_s)
             runner = _runner(model, ranks, config, limits, num_pages, rank_page_bytes(layout, ranks.rank))
@@ -70,6 +72,20 @@ def load_on_devices(
         followers.close()
         raise
     return executor, _unpaired(layout, config.device), limits
+
+
+@contextmanager
+def _ending_the_process() -> Iterator[None]:
+    """Make each failure a DeviceError, at which a worker ends its process at once.
+
+    Python's own shutdown would wait for NCCL as long as graphs that captured its operations are there.
+    """
+    try:
+        yield
+    except DeviceError:
+        raise
+    except Exception as error:
+        raise DeviceError(f"the ranks' first steps: {type(error).__name__}: {error}") from error
 
 
 class DeviceFollower:

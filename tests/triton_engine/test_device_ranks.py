@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
 from pdserve.executor import rank_group
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
@@ -189,6 +190,16 @@ def test_what_takes_too_long_before_the_worker_serves_ends_it(monkeypatch: pytes
     with within(0.01, "steps"):
         assert is_over.wait(30)
     assert ended == [DEVICE_EXIT_STATUS]
+
+
+def test_what_fails_once_ranks_have_met_is_a_broken_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(runner: CudaRunner, run: object) -> None:
+        raise torch.OutOfMemoryError("no room for graphs")
+
+    monkeypatch.setattr(CudaRunner, "capture", full)
+    with pytest.raises(DeviceError, match="OutOfMemoryError: no room for graphs"), engine_of(config_of(model)):
+        pass
+    assert not ranks()
 
 
 def test_fewer_gpus_than_ranks_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
