@@ -60,6 +60,7 @@ class GroupRanks:
         make = _nccl if self.device.type == "cuda" else _gloo
         self._group = make(store, self.rank, timedelta(seconds=limit_s))
         self.all_reduce(torch.zeros(1, device=self.device))  # nothing is captured before all have met
+        self.spread(torch.zeros(1, dtype=torch.int64, device=self.device))  # else NCCL sets it up at the first request
 
     def through(self, calls: Calls) -> "GroupRanks":
         raise TypeError(f"{calls}: programs are for CPUs")

@@ -213,6 +213,24 @@ def test_fewer_gpus_than_ranks_are_refused_with_both_numbers(monkeypatch: pytest
     assert device_of_rank("interpreter", 1, 4) == torch.device("cpu")
 
 
+def test_ranks_that_meet_have_done_each_operation_that_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    class Gloo:
+        def allreduce(self, xs: list[Tensor], options: object) -> None:
+            done.append(f"sum of {xs[0].dtype}")
+
+        def broadcast(self, xs: list[Tensor], options: object) -> None:
+            done.append(f"broadcast of {xs[0].dtype}")
+
+    monkeypatch.setattr(rank_group, "_gloo", lambda *given: Gloo())
+    with (tmp_path / "store").open("w+") as store:
+        GroupRanks(Rank(0, 2), torch.device("cpu")).join(store.fileno(), 60.0)
+    assert done == ["sum of torch.float32", "broadcast of torch.int64"]
+
+
 def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Nccl:
         class Options:
