@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=365)
 # torch's own threads would abort a process with another status than ours, or while a rank is only frozen. Whoever waits
-# for a step ends the worker. NCCL's ranks meet over loopback: they are processes of one machine.
-NCCL_SETTINGS = {
+# for a step ends the worker. Images for training set some of these otherwise: ours count.
+TORCH_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "NCCL_SOCKET_IFNAME": "=lo",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 
 
@@ -136,8 +136,8 @@ def _gloo(store: c10d.Store, rank: Rank, limit: timedelta) -> Any:  # noqa: ANN4
 
 
 def _nccl(store: c10d.Store, rank: Rank, limit: timedelta) -> Any:  # noqa: ANN401
-    for name, value in NCCL_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(TORCH_SETTINGS)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # ranks are processes of one machine
     nccl: Any = c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = FOREVER

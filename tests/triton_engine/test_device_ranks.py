@@ -232,23 +232,24 @@ def test_ranks_that_meet_have_done_each_operation_that_is_not_captured(
 
 
 def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    watching = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS")
+    names = ["NCCL_SOCKET_IFNAME", *(f"TORCH_NCCL_{name}" for name in watching)]
+
     class Nccl:
         class Options:
             _timeout: object = None
 
         def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
             self.given = rank, size, options._timeout
-            self.settings = {name: os.environ.get(name) for name in rank_group.NCCL_SETTINGS}
+            self.settings = {name: os.environ.get(name) for name in names}
 
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
-    for name in rank_group.NCCL_SETTINGS:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    for name in names:
+        monkeypatch.setenv(name, "eth0" if name == "NCCL_SOCKET_IFNAME" else "3")
     store = c10d.FileStore(str(tmp_path / "store"), 2)
     made = rank_group._nccl(store, Rank(1, 2), rank_group.FOREVER)
     assert made.given == (1, 2, rank_group.FOREVER)
-    assert made.settings == {**rank_group.NCCL_SETTINGS, "NCCL_SOCKET_IFNAME": "eth0"}, "what is set stays"
+    assert made.settings == {**dict.fromkeys(names, "0"), "NCCL_SOCKET_IFNAME": "eth0"}, "the interface set stays"
 
 
 @pytest.mark.parametrize(
