@@ -94,8 +94,9 @@ class DeviceFollower:
     def __init__(self, config: WorkerConfig, form: Form, fitting: Fitting, setup: Setup, channel: Channel) -> None:
         """Load it, and get ready beside the other ranks. channel: to rank 0."""
         self._index, self._channel = setup.index, channel
-        self._ends = ThreadPoolExecutor(1, "step-ends")
-        device = device_of_rank(config.device, setup.index, setup.size)
+        place = config.device, setup.index, setup.size
+        device = device_of_rank(*place)
+        self._ends = ThreadPoolExecutor(1, "step-ends", device_of_rank, place)  # CUDA's device is a thread's own
         ranks = GroupRanks(Rank.at(setup.index, config.degrees), device)
         model = load_form(config, form, device, ranks)
         channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))

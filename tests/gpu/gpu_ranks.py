@@ -142,7 +142,7 @@ def _serve(pipe: Connection, index: int, family: str, is_dry: bool, store: str) 
     if is_dry:
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)
-    ends = ThreadPoolExecutor(1)
+    ends = ThreadPoolExecutor(1, "step-ends", _device_of, (index, is_dry))
     try:
         ranks, runner = _rank(index, family, is_dry, store)
         pipe.send("ready")
@@ -160,9 +160,13 @@ def _serve(pipe: Connection, index: int, family: str, is_dry: bool, store: str) 
     os._exit(0)  # Python's own shutdown would wait for NCCL as long as there are graphs
 
 
+def _device_of(index: int, is_dry: bool) -> torch.device:
+    return device_of_rank("interpreter" if is_dry else "cuda", index, DEGREES.tensor)
+
+
 def _rank(index: int, family: str, is_dry: bool, store: str) -> tuple[GroupRanks, CudaRunner]:
     rank = Rank.at(index, DEGREES)
-    ranks = GroupRanks(rank, device_of_rank("interpreter" if is_dry else "cuda", index, DEGREES.tensor))
+    ranks = GroupRanks(rank, _device_of(index, is_dry))
     config: ModelConfig = small_config(family)
     model = load_rank(config, small_weights(config), torch.float32, ranks)
     ranks.join(os.open(store, os.O_RDWR), JOIN_S)
