@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
+import torch
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
@@ -262,12 +263,21 @@ class Leading:
             raise
         except Exception as error:
             try:
-                self._followers.end(STUCK_S)
+                self._end_others()
             except DeviceError as stuck:
                 raise DeviceError(f"{type(error).__name__}: {error}; then: {stuck}") from error
             raise
         self._followers.end()
         return result
+
+    def _end_others(self) -> None:
+        """Let the others end a step that has failed here; DeviceError where they wait in a sum."""
+        if (device := self.kv.device).type == "cuda":  # which still computes, as theirs do
+            try:
+                torch.cuda.current_stream(device).synchronize()
+            except RuntimeError as error:
+                raise DeviceError(str(error)) from error
+        self._followers.end(STUCK_S)
 
 
 class LeadingLaunches(Leading):
@@ -298,7 +308,7 @@ class LeadingLaunches(Leading):
         DeviceError if others still wait in a sum of the step that was not launched.
         """
         if self._has_left_step:
-            self._followers.end(STUCK_S)
+            self._end_others()
             self._has_left_step = False
         return super().run(plan)
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -22,10 +24,12 @@ from torch._C import _distributed_c10d as c10d
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.engine.runner import EngineRunner
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
 from pdserve.executor import rank_group
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
+from pdserve.executor.ranked import STUCK_S, Followers, Leading
 from pdserve.model.weights import Rank
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
@@ -200,6 +204,37 @@ def test_what_fails_once_ranks_have_met_is_a_broken_device(model: Path, monkeypa
     with pytest.raises(DeviceError, match="OutOfMemoryError: no room for graphs"), engine_of(config_of(model)):
         pass
     assert not ranks()
+
+
+def test_others_have_their_time_to_end_a_failed_step_once_the_first_ranks_device_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+
+    class Rank0:
+        kv = SimpleNamespace(device=torch.device("cuda", 0))
+        has_broken = False
+
+        def run(self, plan: StepPlan) -> StepResult:
+            raise ZeroDivisionError
+
+        def synchronize(self) -> None:
+            done.append("computed")
+            if self.has_broken:
+                raise RuntimeError("CUDA error: an illegal access")
+
+        def end(self, limit_s: float) -> None:
+            done.append(limit_s)
+
+    rank = Rank0()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: rank if device == rank.kv.device else None)
+    leading = Leading(cast("EngineRunner", rank), cast("Followers", rank), lambda plan: done.append("begun"))
+    with pytest.raises(ZeroDivisionError):
+        leading.run(PLAN)
+    assert done == ["begun", "computed", STUCK_S]
+    rank.has_broken = True
+    with pytest.raises(DeviceError, match="an illegal access"):
+        leading.run(PLAN)
 
 
 def test_fewer_gpus_than_ranks_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
