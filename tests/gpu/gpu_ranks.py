@@ -149,7 +149,7 @@ def _serve(pipe: Connection, index: int, family: str, is_dry: bool, store: str) 
     except Exception as error:  # noqa: BLE001 - whoever waits is told
         pipe.send(error)
         return
-    with suppress(EOFError):
+    with suppress(EOFError, OSError):
         while True:
             asked = pipe.recv()
             if isinstance(asked, StepPlan):
