@@ -8,7 +8,7 @@ import torch
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.layer_groups import layer_groups
-from pdserve.settings.config import Device
+from pdserve.settings.config import Device, WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.kernels.attention import AttentionSpec
@@ -43,3 +43,16 @@ def check_kernels(device: Device, model: ModelConfig, page_size: int, dtype: tor
     except ValueError as error:
         raise ConfigError(f"device: {device} does not serve this model: {error}") from error
     return specs
+
+
+def check_use(config: WorkerConfig, model: ModelConfig, specs: "list[AttentionSpec]", device: torch.device) -> None:
+    """Raise ConfigError where kernels would meet too long sequences, or FlashInfer serves no such attention."""
+    from pdserve.engine.attention_flashinfer import why_not  # noqa: PLC0415 - a CPU worker has no need of Triton
+
+    longest = model.longest_without_growth
+    asked = config.max_model_len or model.max_position_embeddings
+    if longest is not None and asked > longest:
+        raise ConfigError(f"max_model_len: {asked}; device {config.device} serves this model up to {longest} tokens")
+    unlike = "its layers keep a state" if model.has_states else ""
+    if config.attention_backend == "flashinfer" and (reason := unlike or why_not(specs, device)):
+        raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")

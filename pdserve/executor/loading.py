@@ -4,7 +4,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,7 +37,7 @@ from pdserve.executor.form import (
     choose_kv_code,
     load_form,
 )
-from pdserve.executor.kernel_checks import check_kernels
+from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
@@ -55,9 +54,6 @@ from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
-
-if TYPE_CHECKING:
-    from pdserve.kernels.attention import AttentionSpec
 
 MAX_CHARACTERS = 100
 
@@ -100,7 +96,7 @@ def _load(
     layout = own_layout(checkpoint.config, layout, config.degrees) if is_own else layout
     if config.device in KERNEL_DEVICES:
         specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype])
-        _check_limits(config, checkpoint.config, specs, device)
+        check_use(config, checkpoint.config, specs, device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
@@ -279,19 +275,6 @@ def _pages_beside(
         page = f"a page of {page_bytes} bytes beside {memory.own + needed}"
         raise ConfigError(f"gpu_memory_utilization: {share}, leaves no room for {page}")
     return num_pages
-
-
-def _check_limits(config: WorkerConfig, model: ModelConfig, specs: "list[AttentionSpec]", device: torch.device) -> None:
-    """Raise ConfigError where kernels would meet too long sequences, or FlashInfer serves no such attention."""
-    from pdserve.engine.attention_flashinfer import why_not  # noqa: PLC0415 - a CPU worker has no need of Triton
-
-    longest = model.longest_without_growth
-    asked = config.max_model_len or model.max_position_embeddings
-    if longest is not None and asked > longest:
-        raise ConfigError(f"max_model_len: {asked}; device {config.device} serves this model up to {longest} tokens")
-    unlike = "its layers keep a state" if model.has_states else ""
-    if config.attention_backend == "flashinfer" and (reason := unlike or why_not(specs, device)):
-        raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
 
 def _runner(
