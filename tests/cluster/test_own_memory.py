@@ -26,7 +26,8 @@ OWN = (
 LENGTHS = (1, 16, 40, 130, 300)
 LONG = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
 OVER_TCP = ("--page-size", "16", "--handoff-transport", "tcp")  # writes need the receiver's help
-PATIENT = ("--pool-grace-s", "120")  # ranks of a busy machine take long to start again
+# Ranks of a busy machine take long to start again, and to compute while a test freezes the worker of the other pool.
+PATIENT = ("--pool-grace-s", "120", "--worker-silence-s", "30")
 WIDE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 pytestmark = pytest.mark.slow
@@ -110,7 +111,7 @@ def copying(cluster: LiveCluster, asked: list[int], num_prefills: int = 1) -> It
     """
     with cluster.frozen(*[f"prefill-{number}" for number in range(num_prefills)]):
         call = cluster.start(greedy(asked, 30))
-        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 4)
+        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 20)
     (writer,) = [w.registration.worker_id for w in status.workers if w.num_assigned and w.load.pages_granted == 0]
     answer = Answer()
     with stopped(*processes_of(cluster, "decode-0")):
@@ -173,7 +174,7 @@ def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_on
         with copying(cluster, asked) as (call, answer, _):
             processes_of(cluster, "decode-0")[victim].kill()
         answer.read(call)
-        assert answer.ledger.attempts == 2
+        assert answer.ledger.attempts in (2, 3), "one may fail before the router knows that the worker has ended"
         status = cluster.wait_for(is_idle, 5)
     assert_right(load_oracle(model), asked, answer.tokens[0], 30)
     assert load_of(status, "prefill-0").pages_free == 500, (
