@@ -56,8 +56,7 @@ class RemoteMover:
         for run in (self._send_orders, self._take_reports):
             threading.Thread(target=run, name=f"rank-{part}-mover", daemon=True).start()
         self._begun = self._call(lambda number: Begin(number, me))
-        self._seen = Answer()  # the last answer to a look
-        self._num_looks, self._look = 0, self._begun
+        self._seen, self._look = Answer(), self._begun  # the last answer to a look, and the look that was made last
 
     @property
     def description(self) -> bytes:
@@ -72,10 +71,8 @@ class RemoteMover:
     def turn(self) -> int | None:
         """As the rank said when it was last asked, and asks it anew; a number that stays while it does not answer."""
         if not self._look.done() or self._look.exception() is not None:
-            return self._num_looks
-        if self._num_looks:
-            self._seen = self._look.result()
-        self._look, self._num_looks = self._call(Look), self._num_looks + 1
+            return self._seen.turn or 0
+        self._seen, self._look = self._look.result(), self._call(Look)
         return self._seen.turn
 
     def attach(self, peer: Peer, description: bytes) -> Future[Answer]:

@@ -129,6 +129,27 @@ def test_a_rank_that_does_not_answer_looks_like_one_whose_thread_hangs() -> None
         assert after[0] is not None
 
 
+def test_the_turn_of_a_thread_that_hangs_stays_the_same_however_late_its_rank_answers() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mover, rank = RemoteMover(ours, FIRST, 1, print), Channel(theirs)
+        begin = rank.receive(Order)  # type: ignore[arg-type]
+        rank.send(Answer(begin.number, b"described"))
+        assert mover.description == b"described"
+        seen = list[int | None]()
+        for is_late in (False, True, False, True):
+            seen.append(mover.turn)
+            look = rank.receive(Order)  # type: ignore[arg-type]
+            if is_late:
+                seen.append(mover.turn)
+            rank.send(Answer(look.number, turn=7))
+            settling = mover.settle(SECOND)
+            settle = rank.receive(Order)  # type: ignore[arg-type]
+            rank.send(Answer(settle.number))
+            settling.result(20)  # so the look before it has been answered as well
+    assert seen == [None, *[7] * 5]
+
+
 @pytest.mark.parametrize("stalled", [0, 1])
 def test_a_peer_counts_as_stalled_once_if_the_bytes_of_any_rank_hardly_move(ranks: Ranks, stalled: int) -> None:
     ranks.write(FIRST, 1)
