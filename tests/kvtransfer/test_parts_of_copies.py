@@ -4,12 +4,12 @@ import asyncio
 import queue
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 from looking import until
-from ranked_movers import ranked_mover
+from ranked_movers import ranked_mover, remote_mover
 from scripted_backend import (
     FIRST,
     HANDOFF,
@@ -22,8 +22,8 @@ from scripted_backend import (
 )
 
 from pdserve.base.clock import VirtualClock
-from pdserve.base.errors import InvariantError
-from pdserve.base.ids import PageId, Peer
+from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.ids import Incarnation, PageId, Peer, WorkerId
 from pdserve.kvtransfer.channels import MAX_SLICES_IN_FLIGHT, MIN_SLICE_PAGES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import MAX_OUTSTANDING
@@ -98,6 +98,23 @@ def test_of_a_cancelled_hand_off_no_rank_posts_any_more(ranks: Ranks) -> None:
     first = CopyStopped(None, "cancelled")
     assert ranks.both_stopped() == [first, replace(first, part=1)]
     assert [len(backend.posted) for backend in ranks.backends] == [MAX_SLICES_IN_FLIGHT] * 2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_part_whose_last_bytes_may_still_come_is_in_doubt_whichever_rank_wrote_it(ranks: Ranks, lost: int) -> None:
+    ranks.write(FIRST, 1)
+    ranks.backends[lost].posted[0].end = "reset"
+    ranks.land(1 - lost)
+    ended = ranks.both_stopped()
+    assert ended[lost] == CopyStopped(None, "reset", in_doubt=True, part=lost)
+    assert not ended[1 - lost].in_doubt
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_peer_to_which_any_rank_cannot_connect_is_at_fault_and_not_this_worker(ranks: Ranks, refusing: int) -> None:
+    ranks.backends[refusing].refuses = "no way there"
+    with pytest.raises(ProtocolError, match="mover_metadata: no way there"):
+        ranks.mover.attach(Peer(WorkerId("third"), Incarnation(1)), DESCRIPTION)
 
 
 def test_each_rank_reports_its_part_of_a_copy_to_a_process_that_has_ended(ranks: Ranks) -> None:
@@ -179,6 +196,39 @@ def test_peers_to_which_different_ranks_are_stalled_are_added_up(ranks: Ranks) -
 async def test_what_an_ended_process_has_sent_is_cut_off_from_the_pages_of_each_rank(ranks: Ranks) -> None:
     await ranks.mover.settle(FIRST)
     assert [backend.cuts for backend in ranks.backends] == [[FIRST]] * 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+async def test_an_ended_process_is_settled_once_each_rank_has_cut_it_off(ranks: Ranks, slow: int) -> None:
+    ranks.backends[slow].may_cut.clear()
+    settling = asyncio.create_task(ranks.mover.settle(FIRST))
+    await asyncio.to_thread(until, lambda: ranks.backends[1 - slow].cuts == [FIRST])
+    await asyncio.wait([settling], timeout=0.2)
+    assert not settling.done()
+    ranks.backends[slow].may_cut.set()
+    async with asyncio.timeout(20):
+        await settling
+
+
+def test_a_rank_waits_until_it_has_read_what_an_ended_process_has_sent() -> None:
+    backend = scripted_backend(SHARES[1])
+    with (
+        remote_mover(backend, 1, print) as rank,
+        closing(rank),
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+        server.accept()[0] as reader,
+    ):
+        assert rank.description
+        reader.setblocking(True)
+        sender.sendall(b"late")
+        reader.recv(1, socket.MSG_PEEK)  # it has arrived
+        settling = rank.settle(FIRST)
+        assert until(lambda: backend.cuts == [FIRST])
+        with pytest.raises(TimeoutError):
+            settling.result(0.2)
+        assert reader.recv(4) == b"late"
+        settling.result(20)
 
 
 def test_closing_closes_the_library_of_each_rank() -> None:

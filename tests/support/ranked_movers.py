@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from pdserve.base.clock import Clock
 from pdserve.base.ids import Incarnation, Peer, WorkerId
@@ -24,20 +24,20 @@ def ranked_mover(
 ) -> Iterator[RankedMover]:
     """Move pages of all ranks for the length of the block. backends: of each rank, in their order."""
     first, *further = backends
-    with_others = [_driven(backend, part, on_stopped, clock) for part, backend in enumerate(further, start=1)]
-    mover = RankedMover(Mover(first, on_stopped, clock), [each for each, _, _ in with_others])
-    try:
-        yield mover
-    finally:
-        mover.close()
-        for _, thread, connected in with_others:
-            thread.join()
-            connected.close()
+    with ExitStack() as ranks:
+        others = [
+            ranks.enter_context(remote_mover(backend, part, on_stopped, clock))
+            for part, backend in enumerate(further, start=1)
+        ]
+        with closing(RankedMover(Mover(first, on_stopped, clock), others)) as mover:
+            yield mover
 
 
-def _driven(
-    backend: Backend, part: int, on_stopped: OnStopped, clock: Clock | None
-) -> tuple[RemoteMover, threading.Thread, socket.socket]:
+@contextmanager
+def remote_mover(
+    backend: Backend, part: int, on_stopped: OnStopped, clock: Clock | None = None
+) -> Iterator[RemoteMover]:
+    """Have a further rank for the length of the block, in which its mover is to be closed."""
     ours, theirs = socket.socketpair()
 
     def drive() -> None:
@@ -45,4 +45,6 @@ def _driven(
 
     thread = threading.Thread(target=drive, name=f"rank-{part}")
     thread.start()
-    return RemoteMover(ours, ME, part, on_stopped), thread, ours
+    with ours:
+        yield RemoteMover(ours, ME, part, on_stopped)
+        thread.join()

@@ -10,7 +10,7 @@ import numpy as np
 
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
-from pdserve.kvtransfer.backends.backend import Indices, TransferLostError, Way
+from pdserve.kvtransfer.backends.backend import Indices, PostError, TransferLostError, Way
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
@@ -65,11 +65,16 @@ class ScriptedBackend:
     closed_in_flight: bool | None = None
     breaks: bool = False
     breaks_at_looks: bool = False
+    refuses: str = ""  # why nobody can be connected to
+    may_cut: threading.Event = field(default_factory=threading.Event)
     news: threading.Condition = field(default_factory=threading.Condition)
 
     name = "scripted"
     carrier = "script"
     metadata = b""
+
+    def __post_init__(self) -> None:
+        self.may_cut.set()
 
     @property
     def num_opened(self) -> int:
@@ -84,6 +89,8 @@ class ScriptedBackend:
     def connect(self, way: Way, source: Region) -> Connection:
         if self.breaks:
             raise ZeroDivisionError
+        if self.refuses:
+            raise PostError(self.refuses)
         self.sources.append(source)
         return Connection(self, self.num_opened)
 
@@ -110,6 +117,7 @@ class ScriptedBackend:
         return True
 
     def cut(self, peer: Peer) -> None:
+        assert self.may_cut.wait(20)
         self.cuts.append(peer)
 
     def close(self, *, in_flight: bool) -> None:
