@@ -91,7 +91,11 @@ class Mover:
         return self.region.first_mismatch(pages, digests)
 
     def attach(self, peer: Peer, description: bytes, conversion: Conversion | None = None) -> None:
-        """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.
+        """Prepare writes to a peer; blocks, and raises what `begin_attach` does."""
+        self.begin_attach(peer, description, conversion).result()
+
+    def begin_attach(self, peer: Peer, description: bytes, conversion: Conversion | None = None) -> Future[None]:
+        """Have writes to a peer prepared. ProtocolError, here or later, if its description cannot be used.
 
         conversion: of every page, before it is written there.
 
@@ -102,7 +106,7 @@ class Mover:
         ways = ways_to(description, self.region, sent_bytes)
         attached: Future[None] = Future()
         self._order(partial(self._channels.attach, peer, ways, conversion), attached)
-        attached.result()
+        return attached
 
     def write(self, peer: Peer, handoff: AttemptKey, src: Pages, dst: Pages) -> None:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""

@@ -51,10 +51,7 @@ async def serve(connected: socket.socket, new_mover: NewMover, on_lost: Callable
                 except (EOFError, OSError):
                     on_lost()
                     raise
-                if isinstance(order, Call):
-                    tasks.create_task(driver.answer(order))
-                else:
-                    driver.obey(order)
+                tasks.create_task(driver.carry_out(order))  # they begin in the order in which they were created
         writer.close()
         await writer.wait_closed()  # the last answer has left
     finally:
@@ -67,7 +64,14 @@ class _Driver:
         self._loop = asyncio.get_running_loop()
         self._mover: Mover | None = None
 
-    def obey(self, order: Write | Cancel | Forget) -> None:
+    async def carry_out(self, order: Order) -> None:
+        """Reach the mover before the first wait, so that it has each order before those that came later."""
+        if isinstance(order, Call):
+            await self._answer(order)
+        else:
+            self._obey(order)
+
+    def _obey(self, order: Write | Cancel | Forget) -> None:
         mover = self._begun
         match order:
             case Write(peer, handoff, src, dst):
@@ -79,7 +83,7 @@ class _Driver:
             case _:
                 assert_never(order)
 
-    async def answer(self, call: Call) -> None:
+    async def _answer(self, call: Call) -> None:
         try:
             answer = await self._result_of(call)
         except ConfigError as error:
@@ -97,7 +101,7 @@ class _Driver:
                 self._mover = await asyncio.to_thread(self._new_mover, call.me, self._on_stopped)
                 return Answer(description=self._mover.describe())
             case Attach():
-                await asyncio.to_thread(self._begun.attach, call.peer, call.description)
+                await asyncio.wrap_future(self._begun.begin_attach(call.peer, call.description))
             case TakeDigests():
                 return Answer(digests=await asyncio.to_thread(self._begun.region.digests, call.pages))
             case Settle():

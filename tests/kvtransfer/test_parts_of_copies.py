@@ -124,6 +124,19 @@ def test_each_rank_reports_its_part_of_a_copy_to_a_process_that_has_ended(ranks:
     assert ranks.both_stopped() == [first, replace(first, part=1)]
 
 
+def test_a_rank_forgets_a_peer_that_ends_while_it_is_attached() -> None:
+    backend, num_peers = scripted_backend(SHARES[1]), 10
+    with remote_mover(backend, 1, print) as rank, closing(rank):
+        assert rank.description
+        for number in range(num_peers):
+            peer = Peer(WorkerId("peer"), Incarnation(number))
+            attaching = rank.attach(peer, DESCRIPTION)
+            rank.forget(peer)
+            attaching.result(20)
+        rank.attach(FIRST, DESCRIPTION).result(20)
+        assert (backend.num_opened, backend.num_closed) == (num_peers + 1, num_peers)
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_rank_that_still_writes_is_watched_whichever_it_is(ranks: Ranks, busy: int) -> None:
     ranks.write(FIRST, 1)
