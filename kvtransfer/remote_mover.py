@@ -52,7 +52,7 @@ class RemoteMover:
         self._orders = queue.SimpleQueue[Order | None]()  # few: writes are counted, all else is once a peer or hand-off
         self._numbers, self._num_outstanding, self._lock = count(), 0, threading.Lock()
         self._calls: dict[int, Future[Answer]] = {}
-        self._has_ended = False
+        self._ended_because = ""
         for run in (self._send_orders, self._take_reports):
             threading.Thread(target=run, name=f"rank-{part}-mover", daemon=True).start()
         self._begun = self._call(lambda number: Begin(number, me))
@@ -105,7 +105,8 @@ class RemoteMover:
         try:
             self._call(Close).result(CLOSE_S)
         except (TimeoutError, InvariantError) as error:
-            logger.warning("rank %d has not closed its mover: %s", self._part, error or f"it is silent for {CLOSE_S} s")
+            why = str(error) or f"it is silent for {CLOSE_S:g} s"
+            logger.warning("rank %d has not closed its mover: %s", self._part, why)
         self._orders.put(None)
 
     def _call(self, order_of: Callable[[int], Order]) -> Future[Answer]:
@@ -113,7 +114,7 @@ class RemoteMover:
         with self._lock:
             self._calls[number] = answer
         self._orders.put(order_of(number))
-        if self._has_ended:
+        if self._ended_because:
             self._fail_calls()
         return answer
 
@@ -134,8 +135,12 @@ class RemoteMover:
                 else:
                     self._answered(report)
         except (OSError, EOFError):
-            self._has_ended = True
-            self._fail_calls()
+            self._ended_because = "its process has ended"
+        except Exception as error:
+            # Its turn stays the same from now on, and its copies are never reported.
+            logger.exception("reports of rank %d cannot be read any more", self._part)
+            self._ended_because = f"its reports cannot be read: {error}"
+        self._fail_calls()
 
     def _stopped(self, report: Stopped) -> None:
         with self._lock:
@@ -148,7 +153,7 @@ class RemoteMover:
             waiting = self._calls.pop(answer.number, None)
         if waiting is not None and waiting.set_running_or_notify_cancel():  # unless who asked has gone
             if answer.problem:
-                waiting.set_exception(ERRORS[answer.whose](answer.problem))
+                waiting.set_exception(ERRORS[answer.whose](f"rank {self._part}: {answer.problem}"))
             else:
                 waiting.set_result(answer)
 
@@ -156,4 +161,4 @@ class RemoteMover:
         with self._lock:
             numbers = tuple(self._calls)
         for number in numbers:
-            self._answered(Answer(number, problem=f"the process of rank {self._part} has ended"))
+            self._answered(Answer(number, problem=self._ended_because))

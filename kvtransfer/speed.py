@@ -246,7 +246,9 @@ class Probes:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 speed = await asyncio.wrap_future(self._probe(peer))
         except (ProbeError, TimeoutError) as error:
-            logger.warning("the way to %s was not measured: %s", peer.worker_id, error or "there were always copies")
+            logger.warning(
+                "the way to %s was not measured: %s", peer.worker_id, str(error) or "there were always copies"
+            )
             return
         is_slow = speed.bytes_per_s < self._slow_bytes_per_s
         level = logging.WARNING if is_slow else logging.INFO

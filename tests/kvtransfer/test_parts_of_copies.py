@@ -21,8 +21,9 @@ from scripted_backend import (
     scripted_backend,
 )
 
+import pdserve.kvtransfer.remote_mover as remote
 from pdserve.base.clock import VirtualClock
-from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.errors import ConfigError, InvariantError, ProtocolError
 from pdserve.base.ids import Incarnation, PageId, Peer, WorkerId
 from pdserve.kvtransfer.channels import MAX_SLICES_IN_FLIGHT, MIN_SLICE_PAGES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
@@ -34,7 +35,7 @@ from pdserve.kvtransfer.remote_mover import RemoteMover
 from pdserve.kvtransfer.remote_orders import Answer, Order
 from pdserve.kvtransfer.routes import Share
 from pdserve.kvtransfer.speed import WINDOW_S
-from pdserve.net.frames import Channel
+from pdserve.net.frames import Channel, packed
 
 SHARES = Share((0, 1), (0, 1)), Share((0, 1), (1, 2))
 DESCRIPTION = encode_ranks([(share, Description(0, NUM_PAGES, PAGE_BYTES, 0, PROBE_PAGES, b"")) for share in SHARES])
@@ -261,10 +262,43 @@ def test_what_was_asked_of_a_rank_that_ends_fails_and_its_copies_are_never_taken
             mover.write(SECOND, HANDOFF, (PageId(1),), (PageId(2),))
             settling = mover.settle(SECOND)
         for each in (settling, mover.attach(SECOND, b"")):
-            with pytest.raises(InvariantError, match="the process of rank 1 has ended"):
+            with pytest.raises(InvariantError, match="rank 1: its process has ended"):
                 each.result(20)
         assert mover.turn is not None
     assert stopped.empty()
+
+
+def test_what_was_asked_of_a_rank_whose_reports_cannot_be_read_fails(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mover = RemoteMover(ours, FIRST, 1, print)
+        settling = mover.settle(SECOND)
+        theirs.sendall(packed(b"no report"))
+        for each in (settling, mover.attach(SECOND, b"")):
+            with pytest.raises(InvariantError, match="rank 1: its reports cannot be read: "):
+                each.result(20)
+        assert mover.turn == mover.turn == 0
+    assert "reports of rank 1 cannot be read any more" in caplog.text
+
+
+def test_what_is_configured_wrongly_for_a_rank_is_told_with_its_number() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mover, rank = RemoteMover(ours, FIRST, 1, print), Channel(theirs)
+        begin = rank.receive(Order)  # type: ignore[arg-type]
+        rank.send(Answer(begin.number, problem="transfer_backend: missing", whose="operator"))
+        with pytest.raises(ConfigError, match=r"^rank 1: transfer_backend: missing$"):
+            mover.description  # noqa: B018
+
+
+def test_a_rank_that_does_not_close_its_mover_is_logged_with_the_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CLOSE_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        RemoteMover(ours, FIRST, 1, print).close()
+    assert "rank 1 has not closed its mover: it is silent for 0.01 s" in caplog.text
 
 
 def test_a_rank_whose_first_rank_has_ended_is_driven_by_nobody() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -14,6 +15,7 @@ from loopback import loopback_mover
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.base.roles import Role
+from pdserve.kvtransfer import speed
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.speed import Probes
 from pdserve.proto.v1 import link_pb2 as link
@@ -104,6 +106,15 @@ async def test_a_peer_that_cannot_be_measured_is_only_mentioned(caplog: pytest.L
         _, told = await it.wire.next()
         assert told.decode_worker_id == "decode-0"
     assert "the way to stranger was not measured" in caplog.text
+
+
+async def test_a_peer_to_which_there_were_always_copies_is_mentioned_with_that_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "PROBE_TIMEOUT_S", 0.01)
+    async with asyncio.TaskGroup() as tasks:
+        Probes(lambda _: Future(), lambda *_: pytest.fail("nothing was measured"), tasks, 0).start(DECODE)
+    assert "the way to decode-0 was not measured: there were always copies" in caplog.text
 
 
 async def test_what_is_known_of_a_process_that_has_ended_is_told_no_more() -> None:
