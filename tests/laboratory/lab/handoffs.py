@@ -71,6 +71,7 @@ class _Worker:
     def __init__(self, name: str, layout: KvLayout, degrees: Degrees, num_pages: int) -> None:
         self.peer = Peer(WorkerId(name.replace(" ", "-")), new_incarnation())
         self.stopped = queue.SimpleQueue[ReceiverMessage]()
+        self._driving = ExitStack()
         draw, ranks = np.random.default_rng(), range(degrees.num_ranks)
         owns = [own_pages(Rank.at(rank, degrees), layout) for rank in ranks]
         self.regions = [
@@ -84,9 +85,16 @@ class _Worker:
     def _driven(self, backend: NixlBackend, part: int) -> RemoteMover:
         """Return the mover of a further rank, a thread of this process that is driven as a process is."""
         ours, theirs = socket.socketpair()
+        self._driving.enter_context(ours)
         serving = serve(theirs, lambda _, report: Mover(backend, report), lambda: None)
-        threading.Thread(target=asyncio.run, args=(serving,), daemon=True).start()
+        thread = threading.Thread(target=asyncio.run, args=(serving,), daemon=True)
+        thread.start()
+        self._driving.callback(thread.join)
         return RemoteMover(ours, self.peer, part, self.stopped.put)
+
+    def close(self) -> None:
+        self.mover.close()
+        self._driving.close()
 
 
 def measure_handoffs(model: str, num_pages: int, rounds: int) -> Iterator[HandoffTimes]:
@@ -102,7 +110,7 @@ def measure_handoffs(model: str, num_pages: int, rounds: int) -> Iterator[Handof
         described: dict[str, tuple[Peer, bytes]] = here.recv()
         workers = {name: _Worker(name, layout, DEGREES[name], num_pages) for name in {source for source, _ in pairs}}
         for worker in workers.values():
-            ends.callback(worker.mover.close)
+            ends.callback(worker.close)
         for source, target in pairs:
             workers[source].mover.attach(*described[target])
         times: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in pairs}
