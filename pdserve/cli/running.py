@@ -26,7 +26,6 @@ from pdserve.protocol.link import ROLES, paging_from_proto
 
 DEMO_TOKENS = 64
 STOP_LIMIT_S = WORKERS_END_S + 0.5  # after drain_timeout_s: when this process ends, and its children with it
-KILLED_LIMIT_S = 5.0  # the same after a second signal: a process that the kernel does not end keeps nobody
 
 
 class _Console(Console):
@@ -106,7 +105,6 @@ class Stop:
             self.killed_by = number
             for cluster in self._clusters:
                 cluster.kill()
-            end_after(KILLED_LIMIT_S)
         elif request is Request.FIRST:
             end_after(self._limit_s)
         self.asked.set()
