@@ -296,7 +296,7 @@ def _runner(
 
     prompts = None
     if config.attention_backend == "flashinfer":
-        (scores,) = {each.scores for each in model.config.design.attentions if each}  # `_check_limits` has seen it
+        (scores,) = {each.scores for each in model.config.design.attentions if each}  # `check_use` has seen it
         spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
         prompts = FlashInferPrompts(spec, model.device)
     runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)

@@ -31,8 +31,7 @@ from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.kernel_checks import check_kernels
-from pdserve.executor.loading import _check_limits
+from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import (
@@ -222,7 +221,7 @@ def test_kernels_of_gpus_refuse_attention_that_they_do_not_compute(
     worker = WorkerConfig.model_construct(device="interpreter", max_model_len=max_model_len)
     config = config_of(folders(family))
     with pytest.raises(ConfigError, match=complaint):
-        _check_limits(worker, config, check_kernels("interpreter", config, 16, torch.float32), torch.device("cpu"))
+        check_use(worker, config, check_kernels("interpreter", config, 16, torch.float32), torch.device("cpu"))
 
 
 Change = Callable[[Design], Design]

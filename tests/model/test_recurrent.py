@@ -19,8 +19,8 @@ from pdserve.engine.states import States
 from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
-from pdserve.executor.kernel_checks import check_kernels
-from pdserve.executor.loading import _check_limits, describe_layout
+from pdserve.executor.kernel_checks import check_kernels, check_use
+from pdserve.executor.loading import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
@@ -172,7 +172,7 @@ def test_kernels_of_gpus_refuse_float16_and_states_of_several_shapes_by_name(con
 def test_flashinfer_is_refused_beside_states_by_name(config: ModelConfig) -> None:
     worker = WorkerConfig.model_construct(device="cuda", max_model_len=None, attention_backend="flashinfer")
     with pytest.raises(ConfigError, match="attention_backend: flashinfer is not used: its layers keep a state"):
-        _check_limits(worker, config, [], torch.device("cpu"))
+        check_use(worker, config, [], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
