@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -37,3 +38,14 @@ def _has_gpu() -> bool:
     import torch  # noqa: PLC0415
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: on busy cores, threads would wait for each other at each of torch's small products."""
+    import torch  # noqa: PLC0415 - few tests need it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

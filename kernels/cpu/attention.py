@@ -119,7 +119,11 @@ class PagedAttention:
         head_dim = rows.head_dim
         require(pool[0, 0, 0, 0].is_contiguous(), "pool must have contiguous rows")
         strides = [stride * pool.itemsize for stride in pool.stride()[:4]]
-        require(strides[0] >= max(strides[1:]), "pool must have pages that lie one behind the other")
+        several = [each for each in zip(strides[1:], pool.shape[1:4], strict=True) if each[1] > 1]
+        end = page_size * width * pool.itemsize
+        for stride, count in (*sorted(several), (strides[0], 1)):
+            require(stride >= end, "pool must have pages that lie one behind the other, and runs in them")
+            end = stride * count
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
         most_heads, latent_heads = LATENT_QUERIES if parts == 1 else num_heads, num_heads if parts == 1 else None
         require(num_heads <= most_heads, f"num_heads must be at most {most_heads} over rows for both, got {num_heads}")

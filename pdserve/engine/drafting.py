@@ -88,17 +88,22 @@ class Drafter(ABC):
             if not self._has_failed and any(chunk.draft is not None for chunk in plan.chunks):
                 self._has_failed = not self.attempt(lambda: drafts.update(self.draft(plan, result)))
                 ended_s = time.perf_counter()
-            num_new, self._num_reported = self._num_failures - self._num_reported, self._num_failures
-            return replace(
-                result,
-                drafts=drafts,
-                elapsed_s=result.elapsed_s + ended_s - began_s,
-                draft_s=ended_s - taken_s,
-                take_in_s=taken_s - began_s,
-                num_draft_failures=num_new,
+            return self.told(
+                replace(
+                    result,
+                    drafts=drafts,
+                    elapsed_s=result.elapsed_s + ended_s - began_s,
+                    draft_s=ended_s - taken_s,
+                    take_in_s=taken_s - began_s,
+                )
             )
 
         return run_and_draft
+
+    def told(self, result: StepResult) -> StepResult:
+        """Return a step's result with the failures that no result has told of yet."""
+        num_new, self._num_reported = self._num_failures - self._num_reported, self._num_failures
+        return replace(result, num_draft_failures=num_new) if num_new else result
 
     def attempt(self, act: Callable[[], None]) -> bool:
         """Return whether it did not fail. A failure is counted, and logged if it is the first."""

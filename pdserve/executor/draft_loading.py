@@ -52,8 +52,8 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     if given is None or given.looks_up:
         return None
-    if given.method in ("eagle3", "mtp") and config.device in KERNEL_DEVICES:
-        _check_tried(config.device, given.method, checkpoint.config.architecture)
+    if given.method == "eagle3" and config.device in KERNEL_DEVICES:
+        _check_tried(config.device, checkpoint.config.architecture)
     if given.method == "mtp":
         try:
             return open_mtp(checkpoint)
@@ -71,12 +71,10 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         raise ConfigError(f"{_KEY}: {error}") from error
 
 
-def _check_tried(device: Device, method: str, architecture: str) -> None:
+def _check_tried(device: Device, architecture: str) -> None:
     if architecture not in ON_KERNELS:
-        tried = ", ".join(ON_KERNELS)
-        raise ConfigError(
-            f"speculative_config.method: {method} with device {device} was tried beside {tried}, not {architecture}"
-        )
+        where = f"with device {device} was tried beside {', '.join(ON_KERNELS)}, not {architecture}"
+        raise ConfigError(f"speculative_config.method: eagle3 {where}")
 
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:

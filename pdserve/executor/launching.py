@@ -11,6 +11,7 @@ from dataclasses import replace
 from threading import Condition
 
 from pdserve.base.errors import DeviceError, InvariantError
+from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.failing import Isolating, Run
@@ -45,8 +46,8 @@ class Launches:
     made, is computed by itself, too: none is planned ahead of its result.
     """
 
-    def __init__(self, runner: LaunchingRunner, steps: Isolating) -> None:
-        self._runner = runner
+    def __init__(self, runner: LaunchingRunner, steps: Isolating, drafter: Drafter | None = None) -> None:
+        self._runner, self._drafter = runner, drafter
         self._steps = steps
         self._is_on_device = False  # what the step before has drawn
         self._num_in_flight = 0
@@ -86,7 +87,7 @@ class Launches:
             raise DeviceError(f"a step that was launched failed: {type(error).__name__}: {error}") from error
         else:
             self._steps.drawn = result.tokens
-            return result
+            return result if self._drafter is None else self._drafter.told(result)
         finally:
             with self._one_is_over:
                 self._num_in_flight -= 1

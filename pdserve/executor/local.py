@@ -48,7 +48,7 @@ class LocalExecutor:
         self._steps = Isolating(paced(run if drafter is None else drafter.beside(run), step_s))
         self._launches: Launches | None = None
         if isinstance(runner, LaunchingRunner) and not step_s:
-            self._launches = Launches(runner, self._steps)
+            self._launches = Launches(runner, self._steps, drafter)
 
     def start(self, plan: StepPlan) -> Future[StepResult]:
         if self._launches is None:

@@ -13,7 +13,7 @@ SERVED: Mapping[str, tuple[object, ...]] = {
     "speculative_config": (None,),
     "attention_backend": ("auto",),
 }
-WITH_DEVICES: Mapping[str, tuple[object, ...]] = {"role": ("mixed",)}  # no mover reaches the memory of all ranks
+WITH_DEVICES: Mapping[str, tuple[object, ...]] = {"role": ("mixed",)}  # such ranks run no movers
 
 
 def rank_memory_problem(rank_memory: RankMemory, degrees: Degrees, beside: Mapping[str, object]) -> str | None:

@@ -1,6 +1,6 @@
 """A GGUF file of each family gives transformers' logits, and what a family's files do not hold is refused by name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +26,11 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
 from pdserve.model.loading import load_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGE_SIZE, NUM_PAGES = 16, 10
 PROMPT = prompt(150)
 CLOSE = {"atol": 5e-4, "rtol": 5e-4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @torch.inference_mode()

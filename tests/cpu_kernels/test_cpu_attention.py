@@ -227,6 +227,8 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     for bad, message in (
         (lambda: PagedAttention(case.pool.transpose(3, 4), 2), "pool must have contiguous rows"),
         (lambda: PagedAttention(case.pool.transpose(0, 1), 6), "pool must have pages that lie"),
+        (lambda: PagedAttention(case.pool[:1].expand(3, -1, -1, -1, -1, -1), 6), "pool must have pages that lie"),
+        (lambda: PagedAttention(case.pool[:, :, :, :1].expand(-1, -1, -1, 2, -1, -1), 6), "and runs in them"),
         (lambda: PagedAttention(case.pool, 5), "num_heads must be a multiple of 2"),
         (lambda: PagedAttention(case.pool[..., :63].contiguous(), 6), "head_dim must be"),
         (lambda: paged.plan([case.cos_sin], case.targets, short), "page_table must be"),

@@ -147,13 +147,20 @@ def test_a_rank_that_still_writes_is_watched_whichever_it_is(ranks: Ranks, busy:
     until(lambda: ranks.mover.turns[1 - busy] is None)
 
 
-def test_a_rank_that_does_not_answer_looks_like_one_whose_thread_hangs() -> None:
+@contextmanager
+def begun() -> Iterator[tuple[RemoteMover, Channel]]:
+    """Yield a mover that has begun, and the rank's end of its socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         mover, rank = RemoteMover(ours, FIRST, 1, print), Channel(theirs)
         begin = rank.receive(Order)  # type: ignore[arg-type]
         rank.send(Answer(begin.number, b"described"))
         assert mover.description == b"described"
+        yield mover, rank
+
+
+def test_a_rank_that_does_not_answer_looks_like_one_whose_thread_hangs() -> None:
+    with begun() as (mover, _rank):
         asked, *after = [mover.turn for _ in range(4)]
         assert asked is None, "it had nothing to do so far"
         assert after == [after[0]] * 3
@@ -161,12 +168,7 @@ def test_a_rank_that_does_not_answer_looks_like_one_whose_thread_hangs() -> None
 
 
 def test_the_turn_of_a_thread_that_hangs_stays_the_same_however_late_its_rank_answers() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        mover, rank = RemoteMover(ours, FIRST, 1, print), Channel(theirs)
-        begin = rank.receive(Order)  # type: ignore[arg-type]
-        rank.send(Answer(begin.number, b"described"))
-        assert mover.description == b"described"
+    with begun() as (mover, rank):
         seen = list[int | None]()
         for is_late in (False, True, False, True):
             seen.append(mover.turn)

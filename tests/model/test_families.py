@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,11 @@ from pdserve.model.weights import Rank, Weights
 from pdserve.settings.config import WorkerConfig
 from pdserve.settings.degrees import Degrees
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
 CPU = torch.device("cpu")
 ALIKE = ("deepseek-v2", "deepseek-v2-groups", "glm4-lite", "granite-moe", "ministral3")  # others make the same calls
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute in one thread: on busy cores, threads would wait for each other at each of these small products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The catalog's model answers what anybody asks first as its dequantized weights in float32 do, greedily."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +19,7 @@ NEARLY = 0.75  # of log probabilities: what rounding may change
 LIKELIEST = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute in one thread: on busy cores, threads would wait for each other at each of torch's products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow

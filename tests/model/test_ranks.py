@@ -1,7 +1,7 @@
 """Ranks that hold a model together compute in float32 what one rank computes; each has its share of the weights."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -41,13 +41,7 @@ PLAIN = {LLAMA, "qwen2-moe", "gemma3"}
 FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES})
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute in one thread a rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,18 @@ def test_a_head_that_fails_to_take_in_ends_no_step_and_is_counted(
     assert bench.counts["draft failures"] == 1 < num_taken
 
 
+def test_failures_to_take_in_are_told_where_all_steps_are_launched(
+    model: Model, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_step: object) -> None:
+        raise MemoryError("each time")
+
+    monkeypatch.setattr(CudaHead, "take_in", fail)
+    bench = KernelBench(model, 60, head=head)
+    answered(bench, replace(GREEDY, max_tokens=1), prompt=REPEATED[:2])
+    assert bench.counts["guesses"] == 0 < bench.counts["draft failures"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3-moe", "gemma2", "gpt-oss"])
 def test_a_head_on_kernels_guesses_beside_each_family_what_it_guesses_on_a_cpu(tmp_path: Path, family: str) -> None:

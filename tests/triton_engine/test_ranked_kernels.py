@@ -1,6 +1,5 @@
 """Over the operations and kernels of a GPU, ranks that divide a model draw the tokens of one that has all of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,7 @@ NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size":
 SCORED = StepPlan((Chunk(tuple(prompt(9, 1)), 0, (PageId(2),), (spec(),), targets=Targets(prompt(9, 1)[1:], 2)),))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute in one thread a rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

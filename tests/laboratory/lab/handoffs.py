@@ -104,6 +104,7 @@ def measure_handoffs(model: str, num_pages: int, rounds: int) -> Iterator[Handof
     here, there = mp.get_context("spawn").Pipe()
     receiver = mp.get_context("spawn").Process(target=_receive, args=(there, model, num_pages), daemon=True)
     receiver.start()
+    there.close()  # else nobody would notice that it ends
     with ExitStack() as ends:
         ends.callback(receiver.join)
         ends.callback(here.send, None)
