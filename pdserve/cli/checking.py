@@ -13,6 +13,7 @@ from pdserve.cli.models import fetched
 from pdserve.cli.options import AsJson
 from pdserve.settings.config import GPU_PAGE_SIZE, MAX_RANKS, PAGE_SIZE, Device, Dtype, KvCacheDtype, Quantization
 from pdserve.settings.degrees import Degrees
+from pdserve.settings.rank_memory import RankMemory
 
 if TYPE_CHECKING:
     from pdserve.executor.footprint import Footprint
@@ -27,6 +28,7 @@ def check_model(
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker.")] = 1,
+    rank_memory: Annotated[RankMemory | None, typer.Option(help="Who keeps KV pages; by default the device's.")] = None,
     speculative_config: Annotated[str | None, typer.Option(help="What guesses, as JSON; by default nothing.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -45,6 +47,7 @@ def check_model(
         size,
         degrees=Degrees(tensor_parallel_size, pipeline_parallel_size),
         speculative_config=speculative_config,
+        rank_memory=rank_memory,
     )
     try:
         fit = footprint_of(fetched(model), choices)

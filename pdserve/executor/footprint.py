@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
-from pdserve.executor.draft_loading import Drafts, draft_bytes, open_drafts, with_room
+from pdserve.executor.draft_loading import draft_bytes, open_drafts, with_room
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.loading import describe_layout
@@ -18,7 +17,6 @@ from pdserve.executor.rank_memory import check_on_devices, own_layout, rank_page
 from pdserve.executor.rank_sums import check_library
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.model.config import ModelConfig
 from pdserve.model.loading import needed_weights, shares
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
@@ -34,6 +32,7 @@ from pdserve.settings.config import (
 )
 from pdserve.settings.degrees import Degrees
 from pdserve.settings.processor import choose_dtype, read_cpu_info
+from pdserve.settings.rank_memory import RankMemory
 
 STATE_BYTES = 4  # of a float32
 
@@ -50,6 +49,7 @@ class Choices:
     step_tokens: int = max(STEP_TOKENS.values())
     degrees: Degrees = Degrees()  # noqa: RUF009 - a value
     speculative_config: str | None = None  # JSON
+    rank_memory: RankMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +121,24 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     Raises ConfigError for whatever workers and routers would refuse in them, naming the key or the tensor.
     """
     checkpoint = check_model(path)
-    drafts, method = _drafts(path, choices, checkpoint)
+    worker = _any_worker(path, choices)
+    drafts = open_drafts(worker, checkpoint, "not read")
     checkpoint = with_room(checkpoint, drafts)
     config, device = checkpoint.config, choices.device
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
-    if problem := choices.degrees.problem(device, choices.kv_cache_dtype):
-        raise ConfigError(problem)
     check_library(choices.degrees)
     if device in KERNEL_DEVICES:
         check_kernels(device, config, choices.page_size, DTYPES[dtype])
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
-    layout, rank_page = _on_devices(config, layout, quantization, choices)
+    rank_page = 0
+    if worker.rank_memory == "own":
+        check_on_devices(choices.degrees, device, quantization)
+        layout = own_layout(config, layout, choices.degrees)
+        rank_page = _largest_page(layout, choices.degrees) if device == "cuda" else 0
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)
@@ -166,41 +169,25 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,
-        draft_method=method,
+        draft_method="" if worker.speculative_config is None else worker.speculative_config.method,
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_token_bytes * layout.page_size,
         rank_page_bytes=rank_page,
     )
 
 
-def _on_devices(
-    config: ModelConfig, layout: KvLayout, quantization: ChosenQuantization, choices: Choices
-) -> tuple[KvLayout, int]:
-    """Return the layout of ranks with devices of their own, and the bytes of the most that one has of a page.
-
-    The layout and 0 if they have none. ConfigError where they do not serve the model.
-    """
-    degrees = choices.degrees
-    if degrees.num_ranks == 1 or choices.device not in KERNEL_DEVICES:
-        return layout, 0
-    check_on_devices(degrees, choices.device, quantization)
-    layout = own_layout(config, layout, degrees)
-    largest = max([rank_page_bytes(layout, Rank.at(index, degrees)) for index in range(degrees.num_ranks)])
-    return layout, largest if choices.device == "cuda" else 0
-
-
-def _drafts(path: Path, choices: Choices, checkpoint: Checkpoint) -> tuple[Drafts, str]:
-    """Open what would guess, and name its method; ConfigError where a worker would refuse it."""
-    if choices.speculative_config is None:
-        return None, ""
-    names = ("device", "dtype", "kv_cache_dtype", "quantization", "page_size", "speculative_config")
+def _any_worker(path: Path, choices: Choices) -> WorkerConfig:
+    """Return the settings of a worker with these choices; ConfigError where it would refuse them."""
+    names = ("device", "dtype", "kv_cache_dtype", "quantization", "page_size", "speculative_config", "rank_memory")
     given: dict[str, object] = {name: getattr(choices, name) for name in names}
     given |= {"tensor_parallel_size": choices.degrees.tensor, "pipeline_parallel_size": choices.degrees.pipeline}
-    any_worker = {"role": "decode", "worker_id": "any", "routers": ("127.0.0.1:1",), "secret_file": path}
-    config = load_config(WorkerConfig, flags={"model": str(path), **given, **any_worker})
-    if config.speculative_config is None:  # JSON's null
-        return None, ""
-    return open_drafts(config, checkpoint, "not read"), config.speculative_config.method
+    given |= {"role": "mixed", "worker_id": "any", "routers": ("127.0.0.1:1",), "secret_file": path}
+    return load_config(WorkerConfig, flags={"model": str(path), **given})
+
+
+def _largest_page(layout: KvLayout, degrees: Degrees) -> int:
+    """Return the bytes of a page of the rank that has the most of it."""
+    return max([rank_page_bytes(layout, Rank.at(index, degrees)) for index in range(degrees.num_ranks)])
 
 
 def _free_bytes(device: Device) -> int:

@@ -292,6 +292,20 @@ def test_stages_are_not_served_without_the_compiled_library(folder: Path, monkey
         footprint_of(folder, Choices(degrees=Degrees(1, 2)))
 
 
+def test_own_memory_of_ranks_is_refused_as_workers_refuse_it(tmp_path: Path, pdserve: Command) -> None:
+    llama, states = write_model("llama3", tmp_path / "llama"), write_model("lfm2", tmp_path / "states")
+    own = ("--rank-memory", "own", "--tensor-parallel-size", "2")
+    said = [pdserve("models", "check", str(model), *own).stdout for model in (llama, states)]
+    assert "2: at most" in said[0]
+    assert said[1] == "not served: rank_memory: own is not served for a model with states\n"
+    for choices, problem in (
+        (Choices(rank_memory="own", degrees=Degrees(4, 1)), "own is not served for 4 ranks of 2 KV heads"),
+        (Choices(rank_memory="own", kv_cache_dtype="int8"), "own is not served with this kv_cache_dtype yet: int8"),
+    ):
+        with pytest.raises(ConfigError, match=f"rank_memory: {problem}"):
+            footprint_of(llama, choices)
+
+
 def test_a_tied_head_is_in_the_memory_of_two_stages(tmp_path: Path) -> None:
     folder = write_model("llama3", tmp_path, tie_word_embeddings=True)
     (table,) = [value for name, value in load_file(folder / "model.safetensors").items() if "embed_tokens" in name]
