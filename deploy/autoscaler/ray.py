@@ -6,7 +6,6 @@ its end.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -32,9 +31,10 @@ from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.schema import RayActuator as Settings
 from pdserve.base.errors import ConfigError, first_of
 from pdserve.base.roles import Role
+from pdserve.launch.claim import OWNER, Claim
 from pdserve.launch.devices import check_devices
 from pdserve.launch.folder import runtime_dir
-from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
+from pdserve.launch.owner import Order, OwnedWorker, Owner, machine
 from pdserve.launch.plan import Wiring
 from pdserve.launch.service import WORKERS_END_S
 from pdserve.net.operator_client import AdminClient
@@ -105,11 +105,10 @@ class WorkerActor:
         name, namespace = str(context.get_actor_name()), str(context.namespace)
         folder = runtime_dir(order.cluster) / "ray"
         (folder / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._claim = (folder / f"{order.spec.name}.lock").open("w")
-        fcntl.flock(self._claim, fcntl.LOCK_EX)  # an earlier actor may not have ended yet
+        owner = f"{namespace}/{name}"
+        claim = Claim(folder / f"{order.spec.name}.lock", owner)  # an earlier actor may not have ended yet
         self._ledger = Ledger(name, namespace)
-        life, owner = self._ledger.begin(machine()), f"{namespace}/{name}"
-        end_former(owner)
+        life = self._ledger.begin(machine())
         worker_id = order.spec.name if life == 1 else f"{order.spec.name}.{life}"
         own = {"--worker-id": worker_id, "--handoff-host": ray.util.get_node_ip_address()}
         cpus = int(context.get_assigned_resources().get("CPU", 0))
@@ -119,7 +118,7 @@ class WorkerActor:
         command = (sys.executable, *arguments, *(part for pair in own.items() for part in pair))
         spec = replace(order.spec, name=worker_id, command=command)
         kept = {key: value for key, value in os.environ.items() if not key.startswith(CLEARED)}
-        self._owner = Owner(replace(order, spec=spec), folder / "logs", {**kept, OWNER: owner})
+        self._owner = Owner(replace(order, spec=spec), folder / "logs", {**kept, OWNER: owner}, claim)
         self._refusal = ""
         self._asked = asyncio.Event()  # to end
         self._keeping = asyncio.get_running_loop().create_task(self._keep())

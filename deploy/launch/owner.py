@@ -1,26 +1,18 @@
-"""Own one worker where no launcher runs: keep its process running, and report each of its ends to the router.
-
-Invariant: two processes of one worker never run at once on a machine, however earlier owners ended.
-"""
+"""Own one worker where no launcher runs: keep its process running, and report each of its ends to the router."""
 
 import asyncio
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-
-import psutil
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import CommandError
 from pdserve.base.ids import Incarnation
+from pdserve.launch.claim import Claim
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.supervisor import NEVER_STARTED, ChildExit, Supervisor, report_end
 from pdserve.net.operator_client import AdminClient
-
-OWNER = "PDSERVE_OWNER"  # variable of a worker's environment, by which a later owner finds its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +41,8 @@ class OwnedWorker:
 class Owner:
     """Keeps one worker; `run` ends when the worker has ended for good and the router knows it."""
 
-    def __init__(self, order: Order, log_dir: Path, environment: Mapping[str, str]) -> None:
-        self._order = order
+    def __init__(self, order: Order, log_dir: Path, environment: Mapping[str, str], claim: Claim) -> None:
+        self._order, self._claim = order, claim
         self._last = OwnedWorker(order.spec.name, NEVER_STARTED, pid=None, leaving=False, router=order.router)
         self._supervisor = Supervisor((order.spec,), log_dir, MonotonicClock(), environment=environment)
 
@@ -79,6 +71,9 @@ class Owner:
             await self._supervisor.run(on_exit, self._on_change)
 
     def _on_change(self) -> None:
+        for process in self._supervisor.processes:
+            if process.pid is not None:
+                self._claim.note(process.pid)
         if not self._supervisor.processes:
             self._supervisor.kill()  # nothing is left to keep
 
@@ -90,31 +85,3 @@ def machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError as error:
         raise CommandError("workers are owned on Linux alone: elsewhere nothing ends them with their owner") from error
-
-
-def end_former(owner: str) -> None:
-    """Kill the processes that an earlier owner of this name left on this machine; return once nothing of them runs."""
-    while left := list(filter(partial(_is_of, owner), psutil.process_iter())):  # one may start ranks meanwhile
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-                _wait(process)
-
-
-def _is_of(owner: str, process: psutil.Process) -> bool:
-    try:
-        return process.environ().get(OWNER) == owner
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False  # it has ended, or is another user's
-
-
-def _wait(process: psutil.Process) -> None:
-    """Wait until a killed process runs no more. Whoever started it may never reap it: then a zombie is left."""
-    while True:
-        try:
-            process.wait(0.05)
-        except psutil.TimeoutExpired:
-            if process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1:
-                return
-        else:
-            return
