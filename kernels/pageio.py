@@ -132,14 +132,17 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
     return num_pages * page_size
 
 
-def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
-    """Hash pages to 64 bits each, as `tests/support/reference_kernels.py` defines: int64 [len(page_ids)]."""
+def page_digests(pool: Tensor, page_ids: Tensor, first_word: int = 0) -> Tensor:
+    """Hash pages to 64 bits each, as `tests/support/reference_kernels.py` defines: int64 [len(page_ids)].
+
+    first_word: which word of a longer page each page here begins with; digests of a page's parts add up to its own.
+    """
     words = _words("pool", pool)
     require_tensor("page_ids", page_ids, (None,), ID_DTYPES)
     out = torch.zeros(len(page_ids), dtype=torch.int64, device=pool.device)
     if len(page_ids) > 0:
         device_pages.digest_pages[len(page_ids), -(-words.shape[1] // (DIGEST_BLOCK * DIGEST_TURNS))](
-            out, words, page_ids, words.stride(0), words.shape[1],
+            out, words, page_ids, words.stride(0), words.shape[1], first_word,
             BLOCK=DIGEST_BLOCK, TURNS=DIGEST_TURNS, num_warps=4,
         )  # fmt: skip
     return out

@@ -3,25 +3,35 @@
 import torch
 from torch import Tensor
 
+from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.kvtransfer.region import Region, TakeDigests, num_probe_rows
+from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.page_tables import Pages
 
+WORD_BYTES = 8  # that the kernel hashes at a time
 _UNSIGNED = (1 << 64) - 1
 
 
-def device_region(view: Tensor) -> Region:
-    """Return pages that the page-digest kernel can read. view: uint8 [num_pages, page_bytes], contiguous."""
-    page_bytes = view.shape[1]
+def device_region(view: Tensor, share: Share | None = None, whole: Share | None = None) -> Region:
+    """Return pages that the page-digest kernel can read. view: uint8 [num_pages, page_bytes], contiguous.
+
+    share: of a rank with memory of its own: some KV heads of all layers, which follow one another in the whole page.
+    """
+    page_bytes, first_byte = view.shape[1], 0
+    if share is not None and whole is not None:
+        if share.layers != whole.layers:
+            raise InvariantError(f"{share} of {whole}: its runs do not follow one another")
+        first_byte = page_bytes // share.num_heads * share.heads[0]
     probe = torch.zeros((num_probe_rows(page_bytes), page_bytes), dtype=torch.uint8, device=view.device)
     gpu = view.get_device() if view.device.type == "cuda" else None
-    digests = _kernel_digests(view)
+    digests = _kernel_digests(view, first_byte // WORD_BYTES)
     digests((PageId(0),))  # compiled before anybody waits for it
-    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu)
+    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu, share)
 
 
-def _kernel_digests(view: Tensor) -> TakeDigests:
-    """Return what computes splitmix64 digests of pages where they lie.
+def _kernel_digests(view: Tensor, first_word: int) -> TakeDigests:
+    """Return what computes splitmix64 digests of pages where they lie, which begin with this word of a whole page.
 
     On a stream of its own, of high priority: it waits for no step, and not behind the programs of a large one.
     """
@@ -32,7 +42,7 @@ def _kernel_digests(view: Tensor) -> TakeDigests:
     def digests(pages: Pages) -> tuple[int, ...]:
         with torch.cuda.stream(stream):
             ids = torch.tensor(pages, dtype=torch.int64, device=view.device)
-            found = page_digests(view, ids).tolist()
+            found = page_digests(view, ids, first_word).tolist()
         return tuple(digest & _UNSIGNED for digest in found)
 
     return digests

@@ -2,8 +2,8 @@
 
 Digests are 64 bits a page. They find torn and foreign pages, not forgeries. Both ends of a hand-off take the same kind:
 it is part of what their layouts must agree on. `xxh3` is the fastest on a CPU; `splitmix64` is what a GPU computes in
-place (`kernels.pageio.page_digests`); `xxh3_runs` is a sum over the runs of a page, so that ranks with memory of their
-own add theirs, however they divide pages.
+place (`kernels.pageio.page_digests`). `xxh3_runs` and `splitmix64_runs` are sums over a page whose KV heads follow one
+another, so that ranks with memory of their own add theirs, however they divide pages.
 """
 
 import struct

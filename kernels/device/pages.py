@@ -112,9 +112,9 @@ def rope_write(
         tl.store(v_row + whole[None, :], v.to(v_pages_ptr.dtype.element_ty), in_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_word"])
 def digest_pages(
-    out_ptr, words_ptr, page_ids_ptr, page_stride, num_words, BLOCK: tl.constexpr, TURNS: tl.constexpr
+    out_ptr, words_ptr, page_ids_ptr, page_stride, num_words, first_word, BLOCK: tl.constexpr, TURNS: tl.constexpr
 ):  # fmt: skip
     """Add the hash of TURNS * BLOCK words of one page to its digest. Grid: (pages, word blocks). out starts at 0."""
     entry = tl.program_id(0)
@@ -123,7 +123,7 @@ def digest_pages(
     for turn in range(TURNS):
         index = (tl.program_id(1) * TURNS + turn) * BLOCK + tl.arange(0, BLOCK)
         word = tl.load(words + index, index < num_words, other=0).to(tl.uint64, bitcast=True)
-        z = word + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        z = word + (index + first_word + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB
         z = z ^ (z >> 31)

@@ -28,7 +28,7 @@ from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.gpu_memory import most_samples
-from pdserve.engine.layer_kinds import by_layer, pool_shape, pool_size
+from pdserve.engine.layer_kinds import by_layer, pool_in, pool_shape, pool_size
 from pdserve.engine.masks import token_masks
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
@@ -100,10 +100,11 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """What one of several ranks has on its device, and how it learns what the first one has drawn."""
+    """What a rank with memory of its own has on its device, and how it learns what the first one has drawn."""
 
-    memory: Tensor  # bytes, zeroed: of pages with its own KV heads alone
-    spread: Callable[[Tensor], None]  # overwrites a tensor with the first rank's; all ranks call it, in one order
+    memory: Tensor  # bytes, zeroed: of pages with its own KV heads alone, one behind the other
+    # Overwrites a tensor with the first rank's; all ranks call it, in one order. None: there are no others.
+    spread: Callable[[Tensor], None] | None = None
 
 
 class CudaRunner:
@@ -123,7 +124,7 @@ class CudaRunner:
         """Set up `num_pages` zeroed pages; those of the smallest group of layers have `page_size` tokens.
 
         limits: of the steps to come. prompts: what attends to prompts in place of the kernels, where layers are alike.
-        part: of one of several ranks. Each of them starts all steps; the first one samples.
+        part: of a rank with memory of its own. If there are several, each starts all steps; the first one samples.
 
         ValueError says what the kernels do not serve of the model or the pages.
         """
@@ -132,9 +133,9 @@ class CudaRunner:
         if part is not None:
             self.groups = held_by(model.rank, config, self.groups)
         size = pool_size(config, num_pages, self.groups, config.head_dim)
-        own = None if part is None else part.memory
-        self.kv = zeroed(size, model.dtype, device) if own is None else own.view(model.dtype).view(size)
-        self._model, self._part = model, part
+        own = None if part is None else part.memory.view(model.dtype)
+        self.kv = zeroed(size, model.dtype, device) if own is None else pool_in(own, size, by_head=True)
+        self._model, self._spread = model, None if part is None else part.spread
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
         self._sizes = graph_sizes(most_samples(limits))
@@ -317,8 +318,8 @@ class CudaRunner:
     def _fill_in(self, token_ids: Tensor, batch: Batch) -> None:
         """Write tokens of the previous step into this one's, behind the work already launched."""
         before, places = self._before(), np.flatnonzero(batch.previous != KNOWN)
-        if self._part is not None:
-            self._part.spread(before.token_ids)
+        if self._spread is not None:
+            self._spread(before.token_ids)
         targets, sources = self._staging.send(places, before.of_chunks(batch.previous[places]))
         token_ids.index_copy_(0, targets.long(), before.token_ids.index_select(0, sources).to(token_ids.dtype))
 

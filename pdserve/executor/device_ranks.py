@@ -5,14 +5,13 @@ torch.distributed, and rank 0 leads them through the steps that compile kernels 
 """
 
 import logging
-import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from pdserve.base.errors import DeviceError
 from pdserve.base.signals import end_served
@@ -20,15 +19,15 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import Form, Progress, check_inputs, load_form
-from pdserve.executor.rank_frames import Ended, Pages, Setup
+from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
-from pdserve.executor.rank_memory import check_on_devices, rank_page_bytes
+from pdserve.executor.rank_memory import check_on_devices, device_pages
 from pdserve.executor.ranked import Followers, Leading, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
 from pdserve.protocol.kvlayout import KvLayout
-from pdserve.settings.config import Device, WorkerConfig
+from pdserve.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.engine.runner_cuda import CudaRunner
@@ -62,16 +61,16 @@ def load_on_devices(
         num_pages = min(fitting.num_pages or fitting.room(model), *followers.meet())
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"), _ending_the_process():
-            followers.give_pages(num_pages)
+            memory = followers.give_pages(num_pages)
             ranks.join(followers.slots, config.stalled_step_s)
-            runner = _runner(model, ranks, config, limits, num_pages, rank_page_bytes(layout, ranks.rank))
+            runner = _runner(model, ranks, config, limits, (num_pages, memory))
             followers.end()
             runner.capture(Leading(runner, followers, followers.begin).run)
         executor = RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:
         followers.close()
         raise
-    return executor, _unpaired(layout, config.device), limits
+    return executor, layout, limits
 
 
 @contextmanager
@@ -102,8 +101,9 @@ class DeviceFollower:
         channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))
         num_pages = channel.receive(Pages).num_pages
         ranks.join(setup.slots, config.stalled_step_s)
-        page_bytes = rank_page_bytes(fitting.layout, ranks.rank)
-        self._runner = _runner(model, ranks, config, fitting.limits(num_pages), num_pages, page_bytes)
+        assert isinstance(setup.pages, OwnPages), "ranks with devices have memory of their own"
+        memory, self.region = device_pages(num_pages, setup.pages, device)
+        self._runner = _runner(model, ranks, config, fitting.limits(num_pages), (num_pages, memory))
 
     def follow(self, plan: StepPlan) -> None:
         """Launch this rank's part of a step; rank 0 is told when it has ended."""
@@ -121,16 +121,10 @@ class DeviceFollower:
 
 
 def _runner(
-    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, num_pages: int, page_bytes: int
+    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, pages: tuple[int, Tensor]
 ) -> "CudaRunner":
     # A CPU worker has no need of Triton.
     from pdserve.engine.runner_cuda import CudaRunner, DevicePart  # noqa: PLC0415
 
-    memory = torch.zeros(num_pages * page_bytes, dtype=torch.uint8, device=ranks.device)
+    num_pages, memory = pages
     return CudaRunner(model, num_pages, config.page_size, limits, None, DevicePart(memory, ranks.spread))
-
-
-def _unpaired(layout: KvLayout, device: Device) -> KvLayout:
-    """Return the layout of a worker that exchanges pages with nobody: no other process has the same."""
-    name = f"{layout.weights_hash}, {secrets.token_hex(8)} alone"
-    return replace(layout, page_digest="splitmix64" if device == "cuda" else "xxh3", weights_hash=name)

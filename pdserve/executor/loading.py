@@ -292,14 +292,15 @@ def _runner(
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
-    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner, DevicePart  # noqa: PLC0415
 
     prompts = None
     if config.attention_backend == "flashinfer":
         (scores,) = {each.scores for each in model.config.design.attentions if each}  # `check_use` has seen it
         spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
         prompts = FlashInferPrompts(spec, model.device)
-    runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)
+    part = None if own is None else DevicePart(own.memory)
+    runner = CudaRunner(model, num_pages, config.page_size, limits, prompts, part)
     drafter = drafter_of(guessing, runner, layout.page_size, limits)
     runner.capture()
     return runner, drafter

@@ -36,7 +36,7 @@ class Setup(msgspec.Struct, array_like=True):
     index: int
     size: int
     slots: int  # the descriptor of the memory in which ranks add, or by which they find each other
-    pages: int | OwnPages | None  # of that of all ranks' pages; or what this rank has of them; None: it is on a device
+    pages: int | OwnPages  # of that of all ranks' pages; or what this rank has of them, in memory of its own
     num_pages: int | None  # None: as many as fit on each device
     has_library: bool  # rank 0, which adds as all others do
     mover: int | None = None  # the descriptor of the socket on which rank 0 drives the mover of that memory

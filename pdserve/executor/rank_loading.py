@@ -30,7 +30,8 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)
         layout = own_layout(model, described, config.degrees)
         fitting = fitting_of(config, form.checkpoint, layout, setup.num_pages)
-        return DeviceFollower(config, form, fitting, setup, channel).follow, None
+        follower = DeviceFollower(config, form, fitting, setup, channel)
+        return follower.follow, follower.region
     runner, ranks, region = _load_on_cpu(config, setup, form, channel)
 
     def follow(plan: StepPlan) -> None:
@@ -53,8 +54,7 @@ def _load_on_cpu(
         raise RuntimeError(f"rank 0 has a compiled library, and this one has none: {loaded}")
     if not isinstance(loaded, Missing) and not setup.has_library:
         raise RuntimeError("rank 0 has no compiled library, and this one has one")
-    assert setup.pages is not None, "ranks on CPUs have the host's memory"
-    assert setup.num_pages is not None, "and know how many pages it holds"
+    assert setup.num_pages is not None, "ranks on CPUs know how many pages the host's memory holds"
     ranks = ranks_of(Rank.at(setup.index, config.degrees), mapped_pages(setup.slots), [channel], config.stalled_step_s)
     model = load_form(config, form, ranks.device, ranks)
     region = None

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization
+from pdserve.engine.runner import zeroed
 from pdserve.executor.form import KERNEL_DEVICES, untried_kind
 from pdserve.executor.rank_frames import OwnPages
+from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.routes import Share
 from pdserve.model.config import ModelConfig
 from pdserve.model.weights import Rank
-from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.kvlayout import RUNS, KvLayout
 from pdserve.settings.config import Device
 from pdserve.settings.degrees import Degrees
 
@@ -49,7 +51,7 @@ def own_layout(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> KvLayo
     if degrees.tensor > model.num_kv_heads:
         heads = f"{degrees.tensor} ranks of {model.num_kv_heads} KV heads, some of which several ranks would hold"
         raise ConfigError(f"rank_memory: own is not served for {heads}")
-    return replace(layout, page_digest="xxh3_runs")
+    return replace(layout, page_digest=RUNS[layout.page_digest])
 
 
 def check_on_devices(degrees: Degrees, device: Device, quantization: ChosenQuantization) -> None:
@@ -64,9 +66,18 @@ def own_pages(rank: Rank, layout: KvLayout) -> OwnPages:
     return OwnPages(share, whole, layout.page_bytes // whole.num_runs)
 
 
+def device_pages(num_pages: int, own: OwnPages, device: torch.device) -> tuple[Tensor, Region]:
+    """Return zeroed memory for a rank's pages on its device, uint8, and the same as a region."""
+    memory = zeroed((num_pages * own.page_bytes,), torch.uint8, device)
+    return memory, region_of(memory, own)
+
+
 def region_of(memory: Tensor, own: OwnPages) -> Region:
     """Return the memory of a rank's pages as a region. memory: uint8."""
-    return Region.of_rank(memory.view(-1, own.page_bytes).numpy(), own.share, own.whole)
+    view = memory.view(-1, own.page_bytes)
+    if view.device.type == "cpu":
+        return Region.of_rank(view.numpy(), own.share, own.whole)
+    return device_region(view, own.share, own.whole)
 
 
 def _share_of(rank: Rank, layout: KvLayout) -> Share:

@@ -28,7 +28,8 @@ def start_mover(config: WorkerConfig, region: Region, descriptor: int) -> None:
     def new_mover(me: Peer, on_stopped: OnStopped) -> Mover:
         from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415 - may be missing where it is not used
 
-        take_in_background(torch.as_tensor(region.view))
+        if region.gpu is None:
+            take_in_background(torch.as_tensor(region.view))
         return Mover(NixlBackend(me, region, Network.of(config), config.test_fail_copies), on_stopped)
 
     def drive() -> None:

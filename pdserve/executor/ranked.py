@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import torch
+from torch import Tensor
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
@@ -32,7 +33,7 @@ from pdserve.executor.form import Form
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, step_of
 from pdserve.executor.rank_group import GroupRanks, within
-from pdserve.executor.rank_memory import mapped_pages, new_pages, own_pages, region_of
+from pdserve.executor.rank_memory import device_pages, mapped_pages, new_pages, own_pages, region_of
 from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
 from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.executor.threads import given_environment
@@ -67,18 +68,19 @@ class Followers:
         self.drain_s = 2 * config.stalled_step_s  # two steps may be under way
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
         check_library(degrees)
-        self._has_own, self.mover_sockets = config.rank_memory == "own", tuple[socket.socket, ...]()
-        self.slots, memory, owns = new_pages(0 if own else slots_bytes(degrees)), None, list[OwnPages]()
+        self.slots, memory = new_pages(0 if own else slots_bytes(degrees)), None
+        self.mover_sockets, size = tuple[socket.socket, ...](), degrees.num_ranks
+        ranks = [Rank.at(index, degrees) for index in range(size) if config.rank_memory == "own"]
+        self._owns = owns = [own_pages(rank, layout) for rank in ranks]
         if own is None:
             assert num_pages is not None, "CPUs have as many pages as they are asked for"
-            ranks = range(degrees.num_ranks)
-            owns = [own_pages(Rank.at(index, degrees), layout) for index in ranks if self._has_own]
             memory = new_pages(num_pages * (owns[0] if owns else layout).page_bytes)
         loaded = (str(form.checkpoint.path), form.weights_hash)
         settings = config.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
         try:
-            for index in range(1, degrees.num_ranks):
-                pages, size = owns[index] if owns else memory, degrees.num_ranks
+            for index in range(1, size):
+                pages = owns[index] if owns else memory
+                assert pages is not None, "ranks with devices have memory of their own"
                 self._add(Setup(settings, *loaded, index, size, self.slots, pages, num_pages, has_library))
         except BaseException:
             self.close()
@@ -98,7 +100,7 @@ class Followers:
                 setup.mover = theirs.fileno()
                 process, channel = _started(setup.slots, setup.mover)
         else:
-            process, channel = _started(setup.slots, *([] if setup.pages is None else [setup.pages]))
+            process, channel = _started(setup.slots, setup.pages)
         self._children.append((process, channel))
         watched = setup.index, process
         threading.Thread(target=self._watch, args=watched, name=f"rank-{setup.index}", daemon=True).start()
@@ -113,10 +115,15 @@ class Followers:
         self._have_met = True
         return rooms
 
-    def give_pages(self, num_pages: int) -> None:
-        """Let all make so many pages on their devices, and join the group, as this rank does beside them."""
+    def give_pages(self, num_pages: int) -> Tensor:
+        """Let all make so many pages on their devices, and join the group, as this rank does beside them.
+
+        Returns the memory of this rank's.
+        """
         for _, channel in self._children:
             channel.send(Pages(num_pages))
+        memory, self.region = device_pages(num_pages, self._owns[0], self.ranks.device)
+        return memory
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
@@ -129,7 +136,7 @@ class Followers:
 
     def copy(self, plan: StepPlan, copy: Callable[[StepPlan], StepResult]) -> StepResult:
         """Copy pages on all ranks that have them; `copy` does on the first one."""
-        if not self._has_own:
+        if not self._owns:
             return copy(plan)
         self.are_waiting = False
         self.begin(plan)

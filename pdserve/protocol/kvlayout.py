@@ -2,12 +2,13 @@
 
 A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group. Latent attention keeps
 one row for a token, of which keys and values are made: there, pages are `[layer][slot][head_dim]`. A page of states
-holds a run of float32 values for each layer, whatever the number of tokens. Ranks on CPUs with memory of their own
-keep their part of a page in another order: see `kvtransfer.routes`.
+holds a run of float32 values for each layer, whatever the number of tokens. Ranks with memory of their own keep their
+part of a page in another order: see `kvtransfer.routes`.
 
 In a byte a value, each row `[head_dim]` has its scale behind it (`kernels/kv_rows.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, get_args
@@ -18,8 +19,11 @@ from pdserve.protocol.paging import PAGES_BESIDE, PageShape, Paging
 
 MOST_UNUSED = 0.25  # of a page: groups whose pages fill less of it need pools of their own
 
-PageDigest = Literal["xxh3", "splitmix64", "xxh3_runs"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
+# The hash of a page's bytes, 64 bits: see `kvtransfer.region`. It also says in which order they lie: see `RUNS`.
+PageDigest = Literal["xxh3", "splitmix64", "xxh3_runs", "splitmix64_runs"]
 PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
+# Of pages with one KV head behind the other, which ranks hold in parts; by the hash of pages that have layers first.
+RUNS: Mapping[PageDigest, PageDigest] = {"xxh3": "xxh3_runs", "splitmix64": "splitmix64_runs"}
 KvCode = Literal["fp8_e4m3", "int8"]  # forms of K and V in a byte a value
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 SCALED: dict[str, int] = {"fp8_e4m3": 4, "int8": 4}  # bytes of a row's scale

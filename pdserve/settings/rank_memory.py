@@ -13,19 +13,16 @@ SERVED: Mapping[str, tuple[object, ...]] = {
     "speculative_config": (None,),
     "attention_backend": ("auto",),
 }
-WITH_DEVICES: Mapping[str, tuple[object, ...]] = {"role": ("mixed",)}  # such ranks run no movers
 
 
 def rank_memory_problem(rank_memory: RankMemory, degrees: Degrees, beside: Mapping[str, object]) -> str | None:
     """Return why ranks do not have such memory beside other settings, or None."""
     device, num_ranks = beside["device"], degrees.num_ranks
-    has_devices = device in ("cuda", "interpreter")
+    has_devices = num_ranks > 1 and device in ("cuda", "interpreter")
     if rank_memory == "shared":
-        is_own = num_ranks > 1 and has_devices
-        return f"rank_memory: shared is served on CPUs; each of {degrees} on {device} has its own" if is_own else None
-    if has_devices and num_ranks == 1:
-        return f"rank_memory: own is not served by one rank on {device}"
-    served = {**SERVED, **(WITH_DEVICES if has_devices else {})}
-    wrong = [name for name, values in served.items() if beside[name] not in values]
+        return (
+            f"rank_memory: shared is served on CPUs; each of {degrees} on {device} has its own" if has_devices else None
+        )
+    wrong = [name for name, values in SERVED.items() if beside[name] not in values]
     kind = f"tensor_parallel_size: {num_ranks} on {device}" if has_devices else "rank_memory: own"
     return f"{kind} is not served with this {wrong[0]} yet: {beside[wrong[0]]}" if wrong else None

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import psutil
+import numpy as np
 import pytest
 import torch
 from engine_runs import Asked, answers, engine_of, worker_config
 from greedy_runs import spec
 from looking import until
 from model_zoo import prompt, write_model
+from rank_pages import pages_of, ranks, whole_page
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -30,11 +31,14 @@ from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
 from pdserve.executor import rank_group
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
 from pdserve.executor.ranked import STUCK_S, Followers, Leading
+from pdserve.kvtransfer.routes import Share
 from pdserve.model.weights import Rank
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
 
-RANKS: Mapping[str, object] = {"device": "interpreter", "tensor_parallel_size": 2, "role": "mixed"}
+RANKS: Mapping[str, object] = {"device": "interpreter", "tensor_parallel_size": 2}
+
+ALONE: Mapping[str, object] = {"device": "interpreter", "rank_memory": "own"}
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SEEDED = SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_tokens=4, ignore_eos=True)
@@ -68,10 +72,6 @@ def config_of(folder: Path, **settings: object) -> WorkerConfig:
     return worker_config(folder, **{**RANKS, **settings})
 
 
-def ranks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "pdserve.executor.rank" in child.cmdline()]
-
-
 def tokens_of(result: StepResult) -> list[list[int]]:
     return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
 
@@ -90,7 +90,7 @@ def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
     family: str, shape: dict[str, int], tmp_path: Path
 ) -> None:
     folder, found = write_model(family, tmp_path, num_hidden_layers=1, **shape), []
-    for settings, depth in (({}, 1), ({**RANKS, "tensor_parallel_size": 1}, 2), (RANKS, 2)):
+    for settings, depth in (({}, 1), (ALONE, 2), (RANKS, 2)):
         with engine_of(worker_config(folder, **settings)) as engine:
             assert len(ranks()) == (settings == RANKS)
             first, second = answers(engine, ASKED, depth), answers(engine, AGAIN, depth)
@@ -102,18 +102,23 @@ def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
     assert not ranks()
 
 
-def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_does(model: Path) -> None:
+def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_on_a_cpu_does(tmp_path: Path) -> None:
+    model, whole = write_model("llama3", tmp_path, num_hidden_layers=2), Share((0, 2), (0, 2))
     chunk = Chunk((1, 2, 3), 0, (PageId(5),), (spec(),), targets=Targets((2, 3), 2))
     plans = StepPlan((chunk,)), StepPlan((Chunk((9,), 3, (PageId(4),), (spec((1,)),)),), ((PageId(5), PageId(4)),))
-    found = []
-    for settings in ({}, RANKS):
+    found, pages = [], []
+    for settings in ({"rank_memory": "own"}, RANKS, ALONE):
         with engine_of(worker_config(model, **settings)) as engine:
+            parts = pages_of(engine.executor, whole)
+            assert sum(part.there.page_bytes for part in parts) == engine.layout.page_bytes
             first, second = (engine.executor.start(plan).result(60) for plan in plans)
             (scores,) = first.prompts.values()
-            found.append((tokens_of(first), tokens_of(second), scores.top_ids))
-            region = engine.executor.region
-            assert region.page_bytes * (2 if settings is RANKS else 1) == engine.layout.page_bytes
-    assert found[0] == found[1]
+            found.append((engine.layout, tokens_of(first), tokens_of(second), scores.top_ids))
+            pages.append([whole_page(parts, page) for page in (4, 5)])
+    assert found[0] == found[1] == found[2]
+    assert np.any(pages[0][0] != pages[0][1]), "a token was written behind the copy"
+    for each in pages[1:]:
+        np.testing.assert_allclose(each, pages[0], atol=1e-5)
 
 
 def test_closing_waits_for_steps_launched_ahead_on_all_ranks(model: Path) -> None:
@@ -305,12 +310,3 @@ def test_models_that_were_not_tried_on_ranks_with_devices_are_refused(
     with pytest.raises(ConfigError, match=problem), engine_of(config):
         pass
     assert not ranks()
-
-
-def test_nobody_else_has_the_layout_of_ranks_with_devices(model: Path) -> None:
-    layouts = []
-    for _ in range(2):
-        with engine_of(config_of(model)) as engine:
-            layouts.append(engine.layout)
-    one, other = layouts
-    assert one.difference(other) == f"weights_hash: {one.weights_hash} != {other.weights_hash}"

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import reference_kernels as reference
 import torch
+from divided_pages import WHOLE, Divided, by_heads, by_layers, random_pages
 from loopback import loopback_mover
 
+from pdserve.base.errors import InvariantError
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
@@ -18,6 +20,7 @@ from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.session import of_parts
 
 HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
@@ -43,6 +46,24 @@ def test_digests_are_what_the_kernels_reference_says_as_numbers_without_a_sign()
     pages = some_pages()
     wanted = reference.page_digests(pages[list(SRC)]).tolist()
     assert device_region(pages).digests(SRC) == tuple(digest % 2**64 for digest in wanted)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_digests_of_the_parts_of_ranks_add_up_to_that_of_the_whole_page(num_ranks: int) -> None:
+    pages = random_pages(12)
+    divided = Divided.of(pages, by_heads(num_ranks))
+    parts = zip(divided.parts, divided.shares, strict=True)
+    regions = [device_region(torch.from_numpy(part), share, WHOLE) for part, share in parts]
+    found = of_parts([region.digests(SRC) for region in regions])
+    assert found == device_region(torch.from_numpy(pages)).digests(SRC)
+    assert [region.share for region in regions] == list(divided.shares)
+
+
+def test_stages_are_refused_whose_runs_do_not_follow_one_another_in_a_page() -> None:
+    (stage, _) = by_layers(2)
+    (part, _) = Divided.of(random_pages(12), by_layers(2)).parts
+    with pytest.raises(InvariantError, match="its runs do not follow one another"):
+        device_region(torch.from_numpy(part), stage, WHOLE)
 
 
 @pytest.mark.parametrize("kind", ["loopback", "nixl", "collective"])

@@ -1,5 +1,6 @@
 """Ranks with memory of their own have a region each; what was not compared with one rank is refused by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,18 @@ from model_zoo import write_model
 from pdserve.base.clock import new_incarnation
 from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId, Peer, WorkerId
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.executor.loading import page_digest
+from pdserve.executor.rank_memory import own_layout
 from pdserve.kvtransfer.region import decode_ranks
 from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.degrees import Degrees
 from pdserve.worker.boot import build_engine, build_mover, open_model
 
 TWO = {"tensor_parallel_size": 2}
+INTERPRETED = {"device": "interpreter", "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
 
 
 def worker(folder: Path, **settings: object) -> WorkerConfig:
@@ -27,14 +33,10 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
     ("settings", "problem"),
     [
         ({"mover": "collective"}, "rank_memory: own is not served with this mover yet: collective"),
-        ({"device": "cuda"}, "rank_memory: own is not served by one rank on cuda"),
-        ({"device": "interpreter"}, "rank_memory: own is not served by one rank on interpreter"),
-        ({"device": "interpreter", **TWO}, "tensor_parallel_size: 2 on interpreter is not served with this role yet"),
-        ({"device": "cuda", **TWO}, "tensor_parallel_size: 2 on cuda is not served with this role yet: decode"),
-        ({"device": "cuda", **TWO, "role": "prefill"}, "2 on cuda is not served with this role yet: prefill"),
+        ({"device": "cuda", **TWO, "mover": "collective"}, "2 on cuda is not served with this mover yet: collective"),
         (
-            {"device": "cuda", **TWO, "role": "mixed", "attention_backend": "flashinfer"},
-            "2 on cuda is not served with this attention_backend yet: flashinfer",
+            {"device": "cuda", "attention_backend": "flashinfer"},
+            "rank_memory: own is not served with this attention_backend yet: flashinfer",
         ),
         ({"device": "interpreter", **TWO, "rank_memory": "shared"}, "shared is served on CPUs; each of 2 ranks on"),
         ({"kv_cache_dtype": "int8"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
@@ -75,6 +77,8 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
         ({}, [Share((0, 3), (0, 2))]),
         ({"tensor_parallel_size": 2}, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
         ({"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
+        (INTERPRETED, [Share((0, 3), (0, 2))]),
+        ({**INTERPRETED, **TWO}, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
     ],
 )
 def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
@@ -102,7 +106,7 @@ def test_ranks_with_devices_have_memory_of_their_own_unasked(tmp_path: Path, dev
         flags={
             "model": "m",
             "secret_file": tmp_path,
-            "role": "mixed",
+            "role": "prefill",
             "worker_id": "w",
             "routers": ("127.0.0.1:1",),
             "device": device,
@@ -112,7 +116,12 @@ def test_ranks_with_devices_have_memory_of_their_own_unasked(tmp_path: Path, dev
     assert (config.rank_memory, config.degrees.tensor) == ("own", 2)
 
 
-def test_workers_with_shared_and_with_own_memory_are_not_paired() -> None:
-    shared, own = (KvLayout("w", 2, 2, 4, 16, "float32", page_digest=each) for each in ("xxh3", "xxh3_runs"))
-    assert shared.difference(own) == "page_digest: xxh3 != xxh3_runs"
-    assert not own.is_convertible
+def test_workers_with_shared_and_with_own_memory_are_not_paired(tmp_path: Path) -> None:
+    layout = KvLayout("w", 2, 2, 4, 16, "float32")
+    on_cpu, on_gpu = (replace(layout, page_digest=page_digest(device)) for device in ("cpu", "cuda"))
+    model = open_checkpoint(write_model("llama3", tmp_path)).config
+    pairs = [(each, own_layout(model, each, Degrees(2))) for each in (on_cpu, on_gpu)]
+    problems = [shared.difference(own) for shared, own in pairs]
+    assert problems == ["page_digest: xxh3 != xxh3_runs", "page_digest: splitmix64 != splitmix64_runs"]
+    assert pairs[0][1].difference(pairs[1][1]) == "page_digest: xxh3_runs != splitmix64_runs"
+    assert not pairs[0][1].is_convertible

@@ -1,0 +1,47 @@
+"""Workers whose ranks have a device each hand off to one another, and exchange pages with ranks on CPUs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from live_cluster import greedy, is_idle
+from model_zoo import assert_right, load_oracle, prompt, write_model
+from wired_cluster import Pools, wired_cluster
+
+ON_CPU: Mapping[str, object] = {}
+ONE: Mapping[str, object] = {"device": "interpreter"}
+TWO: Mapping[str, object] = {**ONE, "tensor_parallel_size": 2}
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 128, "num_pages": 64, "dtype": "float32"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes"),
+    [
+        ([ONE], [TWO]),
+        pytest.param([ON_CPU, ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
+        pytest.param([TWO], [ON_CPU], marks=pytest.mark.long),
+    ],
+)
+def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cpus(
+    tmp_path: Path, prefills: list[Mapping[str, object]], decodes: list[Mapping[str, object]]
+) -> None:
+    model = write_model("llama3", tmp_path / "model", num_hidden_layers=2)
+    pools = Pools(
+        tuple(f"prefill-{i}" for i in range(len(prefills))), tuple(f"decode-{i}" for i in range(len(decodes)))
+    )
+    own = dict(zip(pools.prefills, prefills, strict=True)) | dict(zip(pools.decodes, decodes, strict=True))
+    wanted, met = len(prefills) * len(decodes), set[tuple[str, str]]()
+    flags, in_turn = {**SMALL, "rank_memory": "own"}, {"placement": "round_robin"}
+    oracle = load_oracle(model)
+    with wired_cluster(tmp_path, model, pools, flags, in_turn, own) as cluster:
+        for length in (1, 16, 40, 60, 33, 7, 48, 17)[: 2 + wanted]:
+            asked = prompt(length, length)
+            answer = cluster.generate(greedy(asked, 8))
+            assert_right(oracle, asked, answer.tokens[0], 8)
+            assert answer.ledger.handoff_bytes > 0
+            met.add((answer.ledger.prefill_worker, answer.ledger.decode_worker))
+        status = cluster.wait_for(is_idle, 5)
+    assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
+    assert len(met) == wanted
