@@ -234,7 +234,7 @@ class WorkerConfig(ServingConfig):
     rank_memory: RankMemory = Field(
         "shared",
         description="Who keeps KV pages: shared, all ranks in one memory; own, each rank its heads or layers alone, as "
-        "ranks on GPUs always do.",
+        "several ranks on GPUs always do. Workers of both kinds exchange no pages.",
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")

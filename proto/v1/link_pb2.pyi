@@ -566,7 +566,7 @@ class KvLayout(_message.Message):
     head_dim bytes its scale, a float32.
     """
     page_digest: _builtins.str
-    """How a page's digest is taken: "xxh3", "xxh3_runs" or "splitmix64"."""
+    """How a page's digest is taken: "xxh3", "splitmix64", "xxh3_runs" or "splitmix64_runs"."""
     kv_parts: _builtins.int
     """Rows that a token has for each head: 2 (K and V), or 1, a latent row of which both are made."""
     @_builtins.property

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -24,11 +25,31 @@ OWN = (
     "500",
 )
 LENGTHS = (1, 16, 40, 130, 300)
-LONG = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
 OVER_TCP = ("--page-size", "16", "--handoff-transport", "tcp")  # writes need the receiver's help
 # Ranks of a busy machine take long to start again, and to compute while a test freezes the worker of the other pool.
 PATIENT = ("--pool-grace-s", "120", "--worker-silence-s", "30")
-WIDE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A prompt whose KV is more than the sockets between two workers hold, and whose ranks write it."""
+
+    name: str
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    flags: tuple[str, ...]
+
+    def model(self, folder: Path) -> Path:
+        shape = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_heads}
+        return write_model("llama3", folder / "model", num_hidden_layers=2, head_dim=self.head_dim, **shape)
+
+
+ON_CPUS = Copied("CPUs", 2000, 8, 128, ("--prefill-tp", "2", "--decode-pp", "2"))  # 31 MiB
+ON_DEVICES = Copied(
+    "devices", 480, 16, 256, ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
+)  # 30 MiB, of tokens few enough for Triton's interpreter
+EACH = pytest.mark.parametrize("copied", [ON_CPUS, ON_DEVICES], ids=lambda copied: copied.name)
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +132,7 @@ def copying(cluster: LiveCluster, asked: list[int], num_prefills: int = 1) -> It
     """
     with cluster.frozen(*[f"prefill-{number}" for number in range(num_prefills)]):
         call = cluster.start(greedy(asked, 30))
-        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == LONG // 16, 20)
+        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == len(asked) // 16, 20)
     (writer,) = [w.registration.worker_id for w in status.workers if w.num_assigned and w.load.pages_granted == 0]
     answer = Answer()
     with stopped(*processes_of(cluster, "decode-0")):
@@ -136,18 +157,15 @@ def processes_of(cluster: LiveCluster, name: str) -> list[psutil.Process]:
     return [psutil.Process(cluster.pid_of(name)), *ranks_of(cluster, name)]
 
 
-def wide(folder: Path) -> Path:
-    return write_model("llama3", folder / "model", **WIDE)
-
-
 @pytest.mark.long
+@EACH
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts_are_placed_again(
-    tmp_path: Path, victim: int
+    tmp_path: Path, victim: int, copied: Copied
 ) -> None:
     """Whichever it is, the other one ends as well, before the next process of their worker is started."""
-    model, asked = wide(tmp_path), prompt(LONG, "killed")
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
+    model, asked = copied.model(tmp_path), prompt(copied.num_tokens, "killed")
+    sizes = (*copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
         with copying(cluster, asked) as (call, answer, writer):
@@ -163,12 +181,13 @@ def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts
 
 
 @pytest.mark.long
+@EACH
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_once_it_is_back(
-    tmp_path: Path, victim: int
+    tmp_path: Path, victim: int, copied: Copied
 ) -> None:
-    model, asked = wide(tmp_path), prompt(LONG, "receiver")
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
+    model, asked = copied.model(tmp_path), prompt(copied.num_tokens, "receiver")
+    sizes = (*copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
         with copying(cluster, asked) as (call, answer, _):
@@ -186,7 +205,7 @@ def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_on
 @pytest.mark.parametrize("frozen_rank", [0, 1])
 def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tmp_path: Path, frozen_rank: int) -> None:
     """If it is the first one the worker is silent, and its request placed again. Else the client leaves."""
-    model, asked = wide(tmp_path), prompt(LONG, "frozen")
+    model, asked = ON_CPUS.model(tmp_path), prompt(ON_CPUS.num_tokens, "frozen")
     sizes = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
         meet(cluster, 2)
@@ -198,9 +217,9 @@ def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tm
             assert_right(load_oracle(model), asked, answer.tokens[0], 30)
         else:
             call.cancel()
-        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == LONG // 16, 10)
+        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == len(asked) // 16, 10)
         with pytest.raises(AssertionError, match="not within"):
-            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined < LONG // 16, 6)
+            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined < len(asked) // 16, 6)
         frozen.close()
         status = cluster.wait_for(is_idle, 20)
         assert load_of(status, "decode-0").num_digest_mismatches == 0
@@ -210,7 +229,7 @@ def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tm
 
 @pytest.mark.long
 def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path: Path) -> None:
-    model, asked = wide(tmp_path), prompt(LONG, "frozen and killed")
+    model, asked = ON_CPUS.model(tmp_path), prompt(ON_CPUS.num_tokens, "frozen and killed")
     sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
@@ -218,7 +237,7 @@ def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path
             (rank,) = ranks_of(cluster, writer)
             rank.suspend()
         call.cancel()
-        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == LONG // 16, 10)
+        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == len(asked) // 16, 10)
         rank.kill()
         cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
         answer = cluster.generate(greedy(asked, 30))

@@ -14,7 +14,6 @@ from kubernetes_validate.utils import all_versions
 
 from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
-from pdserve.base.errors import ConfigError
 from pdserve.router.config import FrontendConfig, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig, WatcherConfig
 from pdserve.settings.config import WorkerConfig, load_config
@@ -134,11 +133,7 @@ def test_every_process_takes_the_settings_that_it_is_given(name: str, tmp_path: 
         file.write_text(text, encoding="utf-8")
         given = dict(word[2:].split("=", 1) for word in container["args"])
         flags = {key.replace("-", "_"): value for key, value in given.items() if key != "config"}
-        if values is EVERYTHING and component in {"prefill", "decode"}:
-            with pytest.raises(ConfigError, match="tensor_parallel_size: 2 on cuda is not served with this role yet"):
-                load_config(WorkerConfig, file, flags)
-        else:
-            load_config(config or CONFIGS[component], file, flags)
+        load_config(config or CONFIGS[component], file, flags)
 
 
 def test_both_pools_are_alike_but_for_their_names() -> None:
@@ -184,6 +179,17 @@ def test_devices_and_rdma_become_resources_and_settings() -> None:
         settings = yaml.safe_load(of_kind(manifests, "ConfigMap")[f"chat-pdserve-{pool}"]["data"][f"{pool}.yaml"])
         given = {"device": "cuda", "tensor_parallel_size": 2, "handoff_rdma_devices": ["mlx5_0:1"]}
         assert settings.items() >= given.items()
+
+
+def test_pools_of_workers_with_one_device_and_with_several_have_pages_alike() -> None:
+    for counts, own in (({"prefill": 1, "decode": 2}, True), ({"prefill": 1, "decode": 1}, False), ({}, False)):
+        devices = {f"{pool}.devices.count": count for pool, count in counts.items()}
+        maps = of_kind(rendered({"autoscaling.policy.roleSwitch.enabled": False, **devices}), "ConfigMap")
+        for pool in ("prefill", "decode"):
+            settings = yaml.safe_load(maps[f"chat-pdserve-{pool}"]["data"][f"{pool}.yaml"])
+            assert ("rank_memory" in settings) == own
+            if own:
+                assert settings["rank_memory"] == "own"
 
 
 def test_what_scales_itself_has_no_fixed_number_of_replicas() -> None:
