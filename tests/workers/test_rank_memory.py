@@ -20,7 +20,6 @@ from pdserve.settings.degrees import Degrees
 from pdserve.worker.boot import build_engine, build_mover, open_model
 
 TWO = {"tensor_parallel_size": 2}
-INTERPRETED = {"device": "interpreter", "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
 
 
 def worker(folder: Path, **settings: object) -> WorkerConfig:
@@ -77,8 +76,6 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
         ({}, [Share((0, 3), (0, 2))]),
         ({"tensor_parallel_size": 2}, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
         ({"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
-        (INTERPRETED, [Share((0, 3), (0, 2))]),
-        ({**INTERPRETED, **TWO}, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
     ],
 )
 def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
