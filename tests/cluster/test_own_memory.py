@@ -47,8 +47,8 @@ class Copied:
 
 ON_CPUS = Copied("CPUs", 2000, 8, 128, ("--prefill-tp", "2", "--decode-pp", "2"))  # 31 MiB
 ON_DEVICES = Copied(
-    "devices", 480, 16, 256, ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
-)  # 30 MiB, of tokens few enough for Triton's interpreter
+    "devices", 64, 4, 32, ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
+)
 EACH = pytest.mark.parametrize("copied", [ON_CPUS, ON_DEVICES], ids=lambda copied: copied.name)
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,7 @@ import gpu_rows_bench
 import gpu_sampler
 import gpu_steps
 import gpu_throughput
+import gpu_worker
 from gpu_report import Section
 
 # The weights are about the seconds that each takes on an H100.
@@ -34,6 +35,7 @@ _ALL = (
     Section("handoff", 60, gpu_handoff.nixl),
     Section("handoff_gloo", 25, gpu_handoff.gloo),
     Section("ranks", 40, gpu_ranks.cases),
+    Section("worker", 40, gpu_worker.cases),
     Section("start", 60, gpu_apart.starts),
     Section("checks", 40, gpu_checks.cases),
     Section("rows", 10, gpu_rows_bench.cases),
