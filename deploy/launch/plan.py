@@ -13,6 +13,7 @@ from pdserve.base.ids import Incarnation
 from pdserve.base.roles import Role
 from pdserve.net.certificates import Part, public_files
 from pdserve.settings.config import WorkerConfig
+from pdserve.settings.rank_memory import is_own_unasked
 
 Flags = Mapping[str, object]
 ProcessRole = Role | Literal["router", "frontend", "autoscaler"]
@@ -78,9 +79,11 @@ class ClusterSpec:
         return max(float(str(each)) for each in (self.router_flags.get("drain_timeout_s", 0), *of_workers))
 
     def flags_of(self, role: str) -> Flags:
-        """Return what is given for a worker of a role."""
+        """Return what is given for a worker of a role. If one role's have several GPUs each, all keep pages alike."""
         given = {key: value for key, value in self.worker_flags.items() if value is not None}
-        return {**self.role_flags.get(role, {}), **given}
+        roles = {each: {**self.role_flags.get(each, {}), **given} for each in (*WORKER_ROLES, role)}
+        unasked = {"rank_memory": "own"} if any(map(is_own_unasked, roles.values())) else {}
+        return {**unasked, **roles[role]}
 
     def __post_init__(self) -> None:
         for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():

@@ -14,7 +14,7 @@ from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
 from pdserve.settings.degrees import Degrees
-from pdserve.settings.rank_memory import RankMemory, rank_memory_problem
+from pdserve.settings.rank_memory import RankMemory, is_own_unasked, rank_memory_problem
 from pdserve.settings.speculative import SpeculativeSetting
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -338,10 +338,7 @@ class WorkerConfig(ServingConfig):
         """Use the GPU's page size if a GPU is asked for, and memory of their own for ranks that have devices."""
         if isinstance(given, Mapping) and given.get("device") == "cuda":
             given = {"page_size": GPU_PAGE_SIZE, **given}
-        if isinstance(given, Mapping) and given.get("device") in ("cuda", "interpreter"):
-            has_ranks = str(given.get("tensor_parallel_size", 1)) != "1"
-            return {"rank_memory": "own", **given} if has_ranks else given
-        return given
+        return {"rank_memory": "own", **given} if isinstance(given, Mapping) and is_own_unasked(given) else given
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:

@@ -15,6 +15,11 @@ SERVED: Mapping[str, tuple[object, ...]] = {
 }
 
 
+def is_own_unasked(given: Mapping[str, object]) -> bool:
+    """Say whether a worker with these settings has several ranks with a device each."""
+    return given.get("device") in ("cuda", "interpreter") and str(given.get("tensor_parallel_size", 1)) != "1"
+
+
 def rank_memory_problem(rank_memory: RankMemory, degrees: Degrees, beside: Mapping[str, object]) -> str | None:
     """Return why ranks do not have such memory beside other settings, or None."""
     device, num_ranks = beside["device"], degrees.num_ranks

@@ -3,7 +3,9 @@
 import pytest
 
 from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.cli.cluster import Platform, RankFlags
+from pdserve.launch.plan import ClusterSpec
 
 
 def test_each_flag_sets_its_role_in_place_of_what_a_file_says() -> None:
@@ -29,3 +31,18 @@ def test_flags_of_a_role_are_refused_beside_those_of_all_workers_and_on_ray(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: goes neither with"):
         flags.over({}, of_all, on)
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory"),
+    [
+        ({"device": "cuda"}, "own"),
+        ({"device": "interpreter"}, "own"),
+        ({"device": "cuda", "rank_memory": "shared"}, "shared"),
+        ({"device": "cpu"}, None),
+    ],
+)
+def test_workers_of_one_gpu_keep_pages_as_those_of_several_do(flags: dict[str, object], memory: str | None) -> None:
+    several = ClusterSpec("m", "m", worker_flags=flags, role_flags={Role.DECODE: {"tensor_parallel_size": 2}})
+    assert [several.flags_of(role).get("rank_memory") for role in (Role.PREFILL, Role.DECODE)] == [memory, memory]
+    assert ClusterSpec("m", "m", worker_flags=flags).flags_of(Role.PREFILL) == flags
