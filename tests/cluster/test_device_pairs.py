@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from live_cluster import greedy, is_idle
+from live_cluster import Answer, greedy, is_idle, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
+from moving import move, num_moved, num_tried
 from wired_cluster import Pools, wired_cluster
 
 ON_CPU: Mapping[str, object] = {}
@@ -45,3 +46,23 @@ def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cp
         status = cluster.wait_for(is_idle, 5)
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
     assert len(met) == wanted
+
+
+@pytest.mark.long
+def test_a_running_answer_moves_between_workers_of_one_and_of_two_ranks_with_devices(tmp_path: Path) -> None:
+    model, asked, num_tokens = write_model("llama3", tmp_path / "model", num_hidden_layers=1), prompt(20, "moves"), 90
+    own, pools = {"decode-0": ONE, "decode-1": TWO}, Pools(("prefill-0",), ("decode-0", "decode-1"))
+    with wired_cluster(tmp_path, model, pools, {**SMALL, "rank_memory": "own"}, own_flags=own) as cluster:
+        answer, call = Answer(), cluster.start(greedy(asked, num_tokens))
+        answer.add(next(call))
+        status = cluster.wait_for(lambda status: any(load_of(status, name).num_running for name in pools.decodes), 5)
+        source, target = sorted(pools.decodes, key=lambda name: -load_of(status, name).num_running)
+        while not num_moved(status):  # at first the two have not met
+            before = num_tried(status)
+            assert move(cluster, source, target) == 1, "the answer has ended before"
+            status = cluster.wait_for(lambda status, before=before: num_tried(status) > before, 20)
+        answer.read(call)
+        status = cluster.wait_for(is_idle, 5)
+    assert answer.ledger.decode_worker == target
+    assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
+    assert_right(load_oracle(model), asked, answer.tokens[0], num_tokens)

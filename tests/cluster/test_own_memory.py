@@ -207,11 +207,14 @@ def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_on
 
 
 @pytest.mark.long
+@EACH
 @pytest.mark.parametrize("frozen_rank", [0, 1])
-def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tmp_path: Path, frozen_rank: int) -> None:
+def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(
+    tmp_path: Path, frozen_rank: int, copied: Copied
+) -> None:
     """If it is the first one the worker is silent, and its request placed again. Else the client leaves."""
-    model, asked = ON_CPUS.model(tmp_path), prompt(ON_CPUS.num_tokens, "frozen")
-    sizes = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
+    model, asked = copied.model(tmp_path), prompt(copied.num_tokens, "frozen")
+    sizes = ("--prefill", "2", *copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
         meet(cluster, 2)
         with copying(cluster, asked, 2) as (call, answer, writer):
@@ -233,9 +236,10 @@ def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(tm
 
 
 @pytest.mark.long
-def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path: Path) -> None:
-    model, asked = ON_CPUS.model(tmp_path), prompt(ON_CPUS.num_tokens, "frozen and killed")
-    sizes = ("--prefill-tp", "2", "--decode-pp", "2", *OVER_TCP, *PATIENT)
+@EACH
+def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path: Path, copied: Copied) -> None:
+    model, asked = copied.model(tmp_path), prompt(copied.num_tokens, "frozen and killed")
+    sizes = (*copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
         with copying(cluster, asked) as (call, _, writer):
