@@ -63,7 +63,7 @@ class CompiledOps:
 
     def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
-        return look_up(self._calls, token_ids, weight, scale)
+        return look_up(self._calls, token_ids.long(), weight, scale)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         match norm:
