@@ -36,8 +36,6 @@ from pdserve.settings.speculative import SpeculativeConfig
 _KEY = "speculative_config.model"
 _COMPUTED = 2  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
 
-ON_KERNELS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # models beside which heads guess on GPUs as on a CPU
-
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 Guessing = Model | Eagle3Head | MtpHead  # loaded
 
@@ -52,8 +50,6 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     if given is None or given.looks_up:
         return None
-    if given.method == "eagle3" and config.device in KERNEL_DEVICES:
-        _check_tried(config.device, checkpoint.config.architecture)
     if given.method == "mtp":
         try:
             return open_mtp(checkpoint)
@@ -69,12 +65,6 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         return _opened(config, path, checkpoint, weights_hash)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
-
-
-def _check_tried(device: Device, architecture: str) -> None:
-    if architecture not in ON_KERNELS:
-        where = f"with device {device} was tried beside {', '.join(ON_KERNELS)}, not {architecture}"
-        raise ConfigError(f"speculative_config.method: eagle3 {where}")
 
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:

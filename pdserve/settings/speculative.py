@@ -58,8 +58,6 @@ class SpeculativeConfig(BaseModel):
         if degrees.pipeline > 1:
             return "speculative_config: pipeline stages verify no guesses yet"
         on_cpu = device in ("auto", "cpu")
-        if self.method == "mtp" and not on_cpu:
-            return f"speculative_config.method: mtp is not served with device {device} yet"
         if degrees.tensor > 1 and not self.looks_up and (self.method != "draft_model" or not on_cpu):
             return f"speculative_config.method: {self.method} is not served beside several ranks of device {device} yet"
         if kv_cache_dtype != "auto" and not self.looks_up:

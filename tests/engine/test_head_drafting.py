@@ -130,7 +130,21 @@ def test_answers_are_those_without_a_head_in_tokens_ends_and_scores(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [(torch.float32, "none"), (torch.float32, "int8"), (torch.bfloat16, "none")]
+    ("dtype", "quantization"),
+    [
+        (torch.float32, "none"),
+        (torch.float32, "int8"),
+        (torch.bfloat16, "none"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (torch.float16, "none"),
+                (torch.bfloat16, "int8"),
+                (torch.bfloat16, "int4"),
+                (torch.float32, "int4"),
+            )
+        ),
+    ],
 )
 def test_a_head_that_can_be_right_is_right_with_penalties_noise_and_grammars(
     tmp_path: Path, dtype: torch.dtype, quantization: ChosenQuantization

@@ -118,22 +118,31 @@ class Bench:
         self.scheduler.add(Sequence(job, job.indices, list(asked), order=number))
 
     def run(self) -> "Bench":
-        running = deque[tuple[StepPlan, StepResult]]()
+        running = deque[tuple[StepPlan, Callable[[], StepResult]]]()
         while True:
             plan = self.scheduler.plan() if len(running) < self.depth else None
             if plan is not None:
                 self.counts["ahead"] += len(running)
-                running.append((plan, self.compute(plan)))
+                running.append((plan, self.begin(plan)))
             elif running:
-                self.commit(*running.popleft())
+                plan, end = running.popleft()
+                self.commit(plan, self.guessed(plan, end()))
             else:
                 self.scheduler.cache.check()
                 assert self.scheduler.cache.pool.num_held == 0
                 return self
 
-    def compute(self, plan: StepPlan) -> StepResult:
-        """Run a step, and guess what follows its tokens, as a model's own heads would."""
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step; return what waits for its end."""
         result = self._run(plan)
+        return lambda: result
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Run a step, and guess what follows its tokens."""
+        return self.guessed(plan, self.begin(plan)())
+
+    def guessed(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Count a step, and guess what follows its tokens, as a model's own heads would."""
         self.counts["guesses"] += sum(chunk.num_drafts for chunk in plan.chunks)
         self.counts["right"] += sum(
             len(tokens[0]) - 1 for chunk, tokens in zip(plan.chunks, result.tokens, strict=True) if chunk.num_drafts

@@ -1,9 +1,11 @@
 """Requests that the kernels' runner answers, behind a worker's executor, with guesses of any kind."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from guessing_bench import END, PAGE_SIZE, REPEATED, VOCAB, Bench, assert_same_scores, ids
 from listed_answers import Listed
 from small_models import small_config, small_model
@@ -11,6 +13,7 @@ from small_models import small_config, small_model
 from pdserve.engine.drafting import Drafter, ModelDrafter, limits_of_passes
 from pdserve.engine.head_cuda import CudaHead
 from pdserve.engine.runner_cuda import CudaRunner
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.local import LocalExecutor
 from pdserve.model.family import Model
 from pdserve.protocol.sampling import SamplingParams
@@ -36,14 +39,14 @@ def one_layer(**sizes: int) -> Model:
 
 @dataclass
 class KernelBench(Bench):
-    """A model on the kernels' runner, and what guesses beside it."""
+    """A model on the kernels' runner, with steps in flight, and what guesses beside it."""
 
     drafter_on_kernels: Drafter | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         limits = self.scheduler.limits
-        kernels = CudaRunner(self.model, self.num_pages, PAGE_SIZE, limits)
+        kernels = self.kernels = CudaRunner(self.model, self.num_pages, PAGE_SIZE, limits)
         assert kernels.groups == self.runner.groups
         if self.draft is not None:
             passes = CudaRunner(self.draft, self.num_pages, kernels.groups[0].page_size, limits_of_passes(limits))
@@ -53,7 +56,9 @@ class KernelBench(Bench):
             self.drafter_on_kernels = self.head_drafter(head)
             head.follow(kernels, self.drafter_on_kernels.attempt)
         self.executor = LocalExecutor(kernels, ThreadPoolExecutor(1), drafter=self.drafter_on_kernels)
-        self._run = lambda plan: self.executor.start(plan).result()
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return self.executor.start(plan).result
 
     def run(self) -> "Bench":
         try:
@@ -73,6 +78,17 @@ def answered(bench: Bench, *asked: SamplingParams, matcher: Listed | None = None
 def answered_mixed(bench: Bench) -> Bench:
     """Answer requests of all kinds, whose prompts are so short that a draft model lacks few tokens from the start."""
     return answered(bench, *MIXED, matcher=Listed(LISTED, VOCAB), prompt=REPEATED[:2])
+
+
+def assert_same_drafts(bench: Bench, on_cpu: Bench) -> None:
+    """Check that a head on kernels has guessed what it guesses on a CPU."""
+    ours, theirs = ([(known, guesses) for _, known, guesses in each.drafted] for each in (bench, on_cpu))
+    assert ours == theirs
+
+
+def assert_same_kv(bench: KernelBench, on_cpu: Bench) -> None:
+    """Check that both have written the same KV, of the model and of a head: one wrong row may change no guess."""
+    torch.testing.assert_close(bench.kernels.kv, on_cpu.runner.kv, rtol=1e-4, atol=1e-4)
 
 
 def assert_same(bench: Bench, plain: Bench) -> None:

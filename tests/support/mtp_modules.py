@@ -15,23 +15,24 @@ FILE, FORMAT, NUM_LAYERS = "model.safetensors", {"format": "pt"}, 3
 PREFIX, LAST = f"model.layers.{NUM_LAYERS}.", f"model.layers.{NUM_LAYERS - 1}."
 
 
-def write_model_with_module(family: str, folder: Path) -> Path:
-    """Write a random model of a family, whose module is its last layer with other weights."""
-    path = write_model(family, folder) / FILE
+def write_model_with_module(family: str, folder: Path, **shape: int) -> Path:
+    """Write a random model of a family, whose module is its last layer with other weights. shape: of the model."""
+    path, num_layers = write_model(family, folder, **shape) / FILE, shape.get("num_hidden_layers", NUM_LAYERS)
+    prefix, last = f"model.layers.{num_layers}.", f"model.layers.{num_layers - 1}."
     drawn, tensors = torch.Generator().manual_seed(3), load_file(path)
     size = tensors["model.norm.weight"].shape[0]
 
     def other(tensor: Tensor) -> Tensor:
         return tensor.flatten()[torch.randperm(tensor.numel(), generator=drawn)].view(tensor.shape).contiguous()
 
-    module = {name.replace(LAST, PREFIX): other(each) for name, each in tensors.items() if name.startswith(LAST)}
+    module = {name.replace(last, prefix): other(each) for name, each in tensors.items() if name.startswith(last)}
     module |= {
-        f"{PREFIX}{name}.weight": 1 + 0.2 * torch.randn(size, generator=drawn)
+        f"{prefix}{name}.weight": 1 + 0.2 * torch.randn(size, generator=drawn)
         for name in ("enorm", "hnorm", "shared_head.norm")
     }
-    module[f"{PREFIX}eh_proj.weight"] = torch.randn(size, 2 * size, generator=drawn) * 2 * (2 * size) ** -0.5
+    module[f"{prefix}eh_proj.weight"] = torch.randn(size, 2 * size, generator=drawn) * 2 * (2 * size) ** -0.5
     copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-    module |= {f"{PREFIX}{name}.weight": tensors[f"{of}.weight"].clone() for name, of in copies.items()}
+    module |= {f"{prefix}{name}.weight": tensors[f"{of}.weight"].clone() for name, of in copies.items()}
     save_file({**tensors, **module}, path, FORMAT)
     return folder
 

@@ -64,8 +64,6 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
             {"tensor_parallel_size": 2, "device": "interpreter"},
             "speculative_config.method: draft_model is not served beside several ranks of device interpreter",
         ),
-        (MTP, {"device": "interpreter"}, "speculative_config.method: mtp is not served with device interpreter"),
-        (MTP, {"device": "cuda"}, "speculative_config.method: mtp is not served with device cuda"),
         (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
         ('{"prompt_lookup_min": 9}', {}, "prompt-lookup-min: 9 is over prompt_lookup_max 8"),
         (NGRAM, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
@@ -76,13 +74,6 @@ def test_what_no_worker_does_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         worker(tmp_path, given, **settings)
-
-
-@pytest.mark.parametrize("device", ["interpreter", "cuda"])
-def test_heads_on_kernels_are_refused_beside_families_that_nobody_has_tried(tmp_path: Path, device: str) -> None:
-    config = worker(write_model("qwen2", tmp_path), DRAFT.replace("draft_model", "eagle3"), device=device)
-    with pytest.raises(ConfigError, match=rf"speculative_config\.method: .* {device} .* not Qwen2ForCausalLM"):
-        draft_loading.open_drafts(config, open_model(config))
 
 
 def test_a_state_takes_no_guess_back(tmp_path: Path) -> None:
