@@ -61,7 +61,7 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         if given.method == "eagle3":
             head = open_head(path, checkpoint.config)
             _check_kernels(config, head.config.model, checkpoint)
-            return head
+            return head if config.degrees.tensor == 1 else head.with_embedding_of(checkpoint)
         return _opened(config, path, checkpoint, weights_hash)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from error

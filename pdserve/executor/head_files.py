@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from pdserve.checkpoint.checkpoint import (
     naming,
     weights_in_form,
 )
+from pdserve.checkpoint.checkpoint import EMBEDDING as TARGET_EMBEDDING
 from pdserve.checkpoint.hf_directory import read_json, read_weights, weight_files
 from pdserve.kernels.cpu.layers import INPUT_BITS
 from pdserve.model.config import ModelConfig
@@ -45,6 +46,10 @@ class HeadFiles:
     token_ids: torch.Tensor  # int64 [draft_vocab_size]: the model's tokens
     fingerprint: str  # of config and weights
     source: DraftSource = DraftSource.EAGLE3
+
+    def with_embedding_of(self, target: Checkpoint) -> "HeadFiles":
+        """Return the head with the model's whole embedding, unless it has one: for a rank that holds a part of it."""
+        return replace(self, weights={f"{EMBEDDING}.weight": target.weights()[TARGET_EMBEDDING], **self.weights})
 
     def held(self, quantization: ChosenQuantization) -> Weights:
         """Return the weights as they are loaded: in 8 bits where the model's file has codes."""

@@ -40,6 +40,7 @@ class Setup(msgspec.Struct, array_like=True):
     num_pages: int | None  # None: as many as fit on each device
     has_library: bool  # rank 0, which adds as all others do
     mover: int | None = None  # the descriptor of the socket on which rank 0 drives the mover of that memory
+    num_head_layers: int = 0  # of a drafting head that rank 0 has, in all ranks' pages
 
 
 class Part(msgspec.Struct, array_like=True):

@@ -1,6 +1,7 @@
 """Loads a follower's part of the model in its process, beside rank 0, which has checked and chosen all before."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pdserve.checkpoint.open import open_checkpoint
@@ -24,7 +25,9 @@ Follow = Callable[[StepPlan], None]  # and tells rank 0 that the part has ended
 
 def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Follow, Region | None]:
     """Return what does the rank's part of a step, and its pages where they are its own. channel: to rank 0."""
-    form = choose_form(config, open_checkpoint(Path(setup.model)), setup.weights_hash)
+    checkpoint = open_checkpoint(Path(setup.model))
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, num_head_layers=setup.num_head_layers))
+    form = choose_form(config, checkpoint, setup.weights_hash)
     if config.device in KERNEL_DEVICES:
         model = form.checkpoint.config
         described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)

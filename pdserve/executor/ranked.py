@@ -81,7 +81,9 @@ class Followers:
             for index in range(1, size):
                 pages = owns[index] if owns else memory
                 assert pages is not None, "ranks with devices have memory of their own"
-                self._add(Setup(settings, *loaded, index, size, self.slots, pages, num_pages, has_library))
+                setup = Setup(settings, *loaded, index, size, self.slots, pages, num_pages, has_library)
+                setup.num_head_layers = form.checkpoint.config.num_head_layers
+                self._add(setup)
         except BaseException:
             self.close()
             raise

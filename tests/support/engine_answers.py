@@ -1,6 +1,8 @@
 """An answer that a worker's engine writes, as its configuration loads it."""
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import NamedTuple
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.sequence import Job, Sampled, Sequence
@@ -12,23 +14,38 @@ PROMPT = (7, 8, 9)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
+class Guessed(NamedTuple):
+    """An answer, and how many guesses were verified and right."""
+
+    tokens: list[int]
+    num_guesses: int
+    num_right: int
+
+
 def written(model: Path, params: SamplingParams = GREEDY, **settings: object) -> tuple[list[int], int]:
     """Let a worker's engine write an answer; return it, and how many guesses were verified."""
+    return guessed(model, params, **settings)[:2]
+
+
+def guessed(model: Path, params: SamplingParams, prompt: Seq[int] = PROMPT, **settings: object) -> Guessed:
+    """Let a worker's engine write an answer to a prompt."""
     own = {"model": str(model), "secret_file": model / "secret", "role": "decode", "worker_id": "w"}
     fixed = {"routers": ("127.0.0.1:1",), "num_pages": 16, "dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
     config = load_config(WorkerConfig, flags={**own, **fixed, **settings})
     engine = build_engine(config, open_model(config), b"secret", lambda share: None)
-    scheduler, tokens, num_guesses = engine.scheduler, list[int](), 0
-    job = Job(RequestId(bytes(16)), Attempt(0), PROMPT, len(PROMPT), params, (0,))
-    scheduler.add(Sequence(job, (0,), list(PROMPT), 0))
+    scheduler, tokens, num_guesses, num_right = engine.scheduler, list[int](), 0, 0
+    job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
+    scheduler.add(Sequence(job, (0,), list(prompt), 0))
     try:
         while (plan := scheduler.plan()) is not None:
             result = engine.executor.start(plan).result()
-            num_guesses += sum(chunk.num_drafts for chunk in plan.chunks)
+            for chunk, sampled in zip(plan.chunks, result.tokens, strict=True):
+                num_guesses += chunk.num_drafts
+                num_right += len(sampled[0]) - 1 if chunk.num_drafts else 0
             assert not result.failed
             assert not result.num_draft_failures
-            sampled = [outcome for outcome in scheduler.commit(plan, result) if isinstance(outcome, Sampled)]
-            tokens += [token.token_id for each in sampled for token in each.tokens]
+            outcomes = [outcome for outcome in scheduler.commit(plan, result) if isinstance(outcome, Sampled)]
+            tokens += [token.token_id for each in outcomes for token in each.tokens]
     finally:
         engine.executor.close()
-    return tokens, num_guesses
+    return Guessed(tokens, num_guesses, num_right)

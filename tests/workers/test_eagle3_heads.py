@@ -196,7 +196,10 @@ def test_a_family_that_no_head_was_tested_with_is_refused(tmp_path: Path, family
     ("settings", "problem"),
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: eagle3 is not served"),
-        ({"tensor_parallel_size": 2}, "speculative_config.method: eagle3 is not served beside several ranks"),
+        (
+            {"tensor_parallel_size": 2, "device": "interpreter"},
+            "speculative_config.method: eagle3 is not served beside several ranks of device interpreter",
+        ),
     ],
 )
 def test_settings_that_no_head_was_tested_with_are_refused(
