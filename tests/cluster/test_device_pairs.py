@@ -66,3 +66,23 @@ def test_a_running_answer_moves_between_workers_of_one_and_of_two_ranks_with_dev
     assert answer.ledger.decode_worker == target
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
     assert_right(load_oracle(model), asked, answer.tokens[0], num_tokens)
+
+
+@pytest.mark.long
+def test_what_ranks_with_devices_hold_of_an_answer_is_fetched_for_the_next_turn(tmp_path: Path) -> None:
+    model, pools = write_model("llama3", tmp_path / "model", num_hidden_layers=1), Pools(("prefill-0",), ("decode-0",))
+    own, flags = {"prefill-0": ONE, "decode-0": TWO}, {**SMALL, "rank_memory": "own"}
+    with wired_cluster(tmp_path, model, pools, flags, {"placement": "goodput"}, own) as cluster:
+        for turn in range(5):  # the router learns what computing costs
+            asked = prompt(40, turn)
+            before = cluster.generate(greedy(asked, 40))
+            cluster.wait_for(is_idle, 10)
+            asked += [*before.tokens[0], 7, 8]
+            answer = cluster.generate(greedy(asked, 8))
+            if answer.ledger.fetched_from:
+                break
+        status = cluster.wait_for(is_idle, 5)
+    assert answer.ledger.fetched_from == "decode-0"
+    assert answer.ledger.fetched_tokens >= 32
+    assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
+    assert_right(load_oracle(model), asked, answer.tokens[0], 8)
