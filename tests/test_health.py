@@ -12,7 +12,7 @@ from probing import health_flags, probe, served
 
 from pdserve.base.errors import ConfigError
 from pdserve.net.health import Health, answering
-from pdserve.settings.config import ProcessConfig
+from pdserve.settings.process import ProcessConfig
 
 
 @contextmanager

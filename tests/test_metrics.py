@@ -25,7 +25,7 @@ from pdserve.observe.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
 from pdserve.protocol.drafts import DraftSource, Verified
 from pdserve.router.config import RouterConfig
-from pdserve.settings.config import ProcessConfig
+from pdserve.settings.process import ProcessConfig
 from pdserve.worker.reporting import Steps, handoff_samples, load_samples, refusal_samples
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.base.errors import ConfigError
+from pdserve.base.ids import Incarnation
 
 WRITABLE_BY_OTHERS = 0o022
 EXPOSED = 0o026  # mode bits that let others read a file, or anybody but its owner write it
@@ -61,6 +62,20 @@ def _read(path: Path, setting: str) -> tuple[bytes, int]:
             return file.read(), os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+
+
+def name_process(file: Path | None, incarnation: Incarnation, num_nodes: int = 1) -> None:
+    """Write the incarnation where whoever launched this process finds it after its end.
+
+    num_nodes: how many machines have a part of the process, each of which writes the same.
+    """
+    if file is None:
+        return
+    parts = f" {num_nodes}" if num_nodes > 1 else ""
+    try:
+        file.write_text(f"{incarnation}{parts}\n", encoding="ascii")  # in place: on Kubernetes the file is a mount
+    except OSError as error:
+        raise ConfigError(f"termination_message_file: cannot write {file}: {error.strerror}") from error
 
 
 def make_own_folder(path: Path) -> None:

@@ -11,7 +11,8 @@ from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.launch.plan import MAX_FRONTENDS, PER_PROCESS
 from pdserve.router.config import EndpointConfig, ModelSettings, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig
-from pdserve.settings.config import ProcessConfig, WorkerConfig
+from pdserve.settings.config import WorkerConfig
+from pdserve.settings.process import ProcessConfig
 
 # Flags of `pdserve up` that say something of one model.
 ONE_MODELS_FLAGS = (

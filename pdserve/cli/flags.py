@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pdserve.settings.config import ProcessConfig
+from pdserve.settings.process import ProcessConfig
 
 # Other spellings of the same flags, as vLLM has them.
 SPELLINGS = {"page_size": "--block-size", "num_pages": "--num-gpu-blocks-override"}

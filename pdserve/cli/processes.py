@@ -19,18 +19,21 @@ from pdserve.executor.threads import thread_defaults
 from pdserve.observe.logs import configure_logging
 from pdserve.router.config import FrontendConfig, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig, WatcherConfig
-from pdserve.settings.config import ProcessConfig, WorkerConfig, load_config
+from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.process import ProcessConfig
+from pdserve.settings.worker_node import WorkerNodeConfig
 
 MAX_OPEN_FILES = 65_536
 
 _Config = TypeVar("_Config", bound=ProcessConfig)
 
 
-ConfiguredName = Literal["router", "frontend", "worker", "autoscaler", "watch-pods", "cluster"]
+ConfiguredName = Literal["router", "frontend", "worker", "worker-node", "autoscaler", "watch-pods", "cluster"]
 CONFIGS: dict[str, type[ProcessConfig]] = {
     "router": RouterConfig,
     "frontend": FrontendConfig,
     "worker": WorkerConfig,
+    "worker-node": WorkerNodeConfig,
     "autoscaler": AutoscalerConfig,
     "watch-pods": WatcherConfig,
 }
@@ -62,7 +65,7 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
     settings = settings_of(WorkerConfig, config, flags)
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # read when NIXL is loaded: UCX would take SIGHUP for its debugger
     weights = settings.shared_weights_dir if settings.device != "cuda" else None
-    with thread_defaults(os.environ, settings.num_threads, weights, num_ranks=settings.degrees.num_ranks) as seat:
+    with thread_defaults(os.environ, settings.num_threads, weights, num_ranks=settings.degrees.ranks_per_node) as seat:
         serve = _serving(settings)
 
     run_process(partial(serve, seat=seat), settings)
@@ -77,6 +80,15 @@ def _serving(settings: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]
     from pdserve.cli import direct
 
     return direct.serve
+
+
+@config_flags(WorkerNodeConfig)
+def worker_node(config: ConfigFile = None, **flags: object) -> None:
+    """Run the ranks of one machine of a worker that has ranks on several; `pdserve worker` is on another one."""
+    settings = settings_of(WorkerNodeConfig, config, flags)
+    from pdserve.executor.worker_node import serve
+
+    run_process(serve, settings)
 
 
 @config_flags(WatcherConfig)

@@ -80,6 +80,7 @@ class RankPages:
 
     memory: Tensor  # bytes
     are_own: bool = False  # they have its own layers and KV heads alone; else those of all ranks, which share them
+    are_recorded: bool = True  # the sums of these ranks, in decode programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,8 @@ class Runner:
         self.model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups, rows)
+        if pages is not None and not pages.are_recorded:
+            self._programs = None
         self._features = Features((), num_pages, self.groups[0].page_size)
         self._balance = ExpertBalance(model.expert_counts())
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids

@@ -100,6 +100,7 @@ class DeviceFollower:
         model = load_form(config, form, device, ranks)
         channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))
         num_pages = channel.receive(Pages).num_pages
+        assert setup.slots is not None, "ranks on devices are on one machine"
         ranks.join(setup.slots, config.stalled_step_s)
         assert isinstance(setup.pages, OwnPages), "ranks with devices have memory of their own"
         memory, self.region = device_pages(num_pages, setup.pages, device)

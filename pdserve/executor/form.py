@@ -60,7 +60,7 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     weights_hash: as another rank has taken it; else the files are read for it.
     """
     if config.num_threads is not None:
-        torch.set_num_threads(rank_threads(config.num_threads, config.degrees.num_ranks) or 1)
+        torch.set_num_threads(rank_threads(config.num_threads, config.degrees.ranks_per_node) or 1)
     compiled = config.device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info(), compiled=compiled)
     if config.load_format == "dummy":

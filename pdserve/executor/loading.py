@@ -37,6 +37,7 @@ from pdserve.executor.form import (
     choose_kv_code,
     load_form,
 )
+from pdserve.executor.joining import Nodes
 from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
@@ -67,19 +68,30 @@ class Loaded:
     limits: Limits
 
 
-def load(config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None = None) -> Loaded:
+def load(
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    seat: Seat | None = None,
+    nodes: Nodes | None = None,
+) -> Loaded:
     """Load the weights and set up the pages. Takes seconds to minutes: not for an event loop. Close the executor."""
     thread = ThreadPoolExecutor(1, "engine")
     try:
-        return thread.submit(_load, config, checkpoint, progress, seat, thread).result()
+        return thread.submit(_load, config, checkpoint, progress, (seat, nodes), thread).result()
     except BaseException:
         thread.shutdown()
         raise
 
 
 def _load(
-    config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None, thread: ThreadPoolExecutor
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    places: tuple[Seat | None, Nodes | None],
+    thread: ThreadPoolExecutor,
 ) -> Loaded:
+    seat, nodes = places
     device = engine_device(config)
     drafts = open_drafts(config, checkpoint)
     checkpoint = with_room(checkpoint, drafts)
@@ -106,7 +118,8 @@ def _load(
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
         limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
-        return Loaded(_ranked(config, (form, drafts), (layout, limits), num_pages, thread, progress), layout, limits)
+        sizes = layout, limits, num_pages
+        return Loaded(_ranked(config, (form, drafts), sizes, nodes, thread, progress), layout, limits)
     model = load_form(config, form, device, None, progress)
     check_inputs(config, model)
     if num_pages is not None and device.type == "cpu":
@@ -129,21 +142,22 @@ def _load(
 def _ranked(
     config: WorkerConfig,
     forms: tuple[Form, Drafts],
-    sizes: tuple[KvLayout, Limits],
-    num_pages: int,
+    sizes: tuple[KvLayout, Limits, int],
+    nodes: Nodes | None,
     thread: ThreadPoolExecutor,
     progress: Progress,
 ) -> RankedExecutor:
     """Start the other ranks, and load this one beside them. forms: with what guesses, which this rank has alone."""
-    (form, drafts), (layout, limits) = forms, sizes
-    followers = Followers(config, form, num_pages, layout)
+    (form, drafts), (layout, limits, num_pages) = forms, sizes
+    followers = Followers(config, form, num_pages, layout, nodes=nodes)
     try:
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
         check_inputs(config, model)
         assert followers.memory is not None, "ranks on CPUs have the host's"
-        memory = RankPages(followers.memory, config.rank_memory == "own")
+        memory = RankPages(followers.memory, config.rank_memory == "own", are_recorded=nodes is None)
         runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory)
         followers.meet()
+        followers.join(num_pages)
         _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
         guessing = load_guessing(config, drafts, form, model, (num_pages, layout))
         drafter = drafter_of(guessing, runner, layout.page_size, limits)

@@ -43,7 +43,8 @@ def _serve(connected: socket.socket) -> None:
         setup = channel.receive(Setup)
         config = WorkerConfig.model_validate_json(setup.settings)
         configure_logging(f"{config.worker_id}/rank-{setup.index}", config.log_level, config.log_format)
-        with thread_defaults(os.environ, config.num_threads, rank=setup.index, num_ranks=setup.size):
+        here = config.degrees.ranks_per_node
+        with thread_defaults(os.environ, config.num_threads, rank=setup.index % here, num_ranks=here):
             # Torch reads the environment.
             from pdserve.executor.rank_loading import load_follower  # noqa: PLC0415
             from pdserve.executor.rank_mover import start_mover  # noqa: PLC0415

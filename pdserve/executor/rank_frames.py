@@ -35,12 +35,13 @@ class Setup(msgspec.Struct, array_like=True):
     weights_hash: str
     index: int
     size: int
-    slots: int  # the descriptor of the memory in which ranks add, or by which they find each other
+    slots: int | None  # the descriptor of the memory in which ranks add, or find each other; None: over this channel
     pages: int | OwnPages  # of that of all ranks' pages; or what this rank has of them, in memory of its own
     num_pages: int | None  # None: as many as fit on each device
     has_library: bool  # rank 0, which adds as all others do
     mover: int | None = None  # the descriptor of the socket on which rank 0 drives the mover of that memory
     num_head_layers: int = 0  # of a drafting head that rank 0 has, in all ranks' pages
+    host: str = ""  # where this rank's sums with those of other machines listen; empty: all are on one
 
 
 class Part(msgspec.Struct, array_like=True):

@@ -49,16 +49,20 @@ class GroupRanks:
     On CPUs RuntimeError where another rank has ended, or takes longer than a limit. On GPUs a step waits for ever then.
     """
 
-    def __init__(self, rank: Rank, device: torch.device) -> None:
-        """Compute on a device. `join` comes before the first operation."""
-        self.rank, self.device = rank, device
+    def __init__(self, rank: Rank, device: torch.device, host: str = "127.0.0.1") -> None:
+        """Compute on a device. `join` or `meet` comes before the first operation. host: where a CPU's gloo listens."""
+        self.rank, self.device, self._host = rank, device, host
         self._group: Any = None  # torch's stubs lack what it can do
 
     def join(self, descriptor: int, limit_s: float) -> None:
         """Meet the others. descriptor: of empty memory that all have inherited, which stays open."""
-        store = c10d.FileStore(f"/proc/self/fd/{descriptor}", self.rank.size)
-        make = _nccl if self.device.type == "cuda" else _gloo
-        self._group = make(store, self.rank, timedelta(seconds=limit_s))
+        self.meet(c10d.FileStore(f"/proc/self/fd/{descriptor}", self.rank.size), limit_s)
+
+    def meet(self, store: c10d.Store, limit_s: float) -> None:
+        """Meet the others, in a store that all of them have."""
+        limit = timedelta(seconds=limit_s)
+        is_gpu = self.device.type == "cuda"
+        self._group = _nccl(store, self.rank, limit) if is_gpu else _gloo(store, self.rank, limit, self._host)
         self.all_reduce(torch.zeros(1, device=self.device))  # nothing is captured before all have met
         self.spread(torch.zeros(1, dtype=torch.int64, device=self.device))  # else NCCL sets it up at the first request
 
@@ -126,11 +130,11 @@ def within(limit_s: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _gloo(store: c10d.Store, rank: Rank, limit: timedelta) -> Any:  # noqa: ANN401
+def _gloo(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  # noqa: ANN401
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname=host)]
     store.set_timeout(limit)
     return gloo(store, rank.index, rank.size, options)
 

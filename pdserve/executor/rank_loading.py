@@ -10,7 +10,8 @@ from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
 from pdserve.executor.loading import describe_layout, fitting_of
-from pdserve.executor.rank_frames import Ended, OwnPages, Setup
+from pdserve.executor.node_ranks import ChannelStore, NodeRanks
+from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
 from pdserve.executor.rank_memory import mapped_pages, new_pages, own_layout, region_of
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
@@ -47,7 +48,7 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
 
 def _load_on_cpu(
     config: WorkerConfig, setup: Setup, form: Form, channel: Channel
-) -> tuple[Runner, Ranks, Region | None]:
+) -> tuple[Runner, Ranks | NodeRanks, Region | None]:
     """Return the rank's runner, what it adds with, and its pages where they are its own.
 
     RuntimeError if only one of the two has a compiled library: they would wait for each other in the first sum.
@@ -58,13 +59,28 @@ def _load_on_cpu(
     if not isinstance(loaded, Missing) and not setup.has_library:
         raise RuntimeError("rank 0 has no compiled library, and this one has one")
     assert setup.num_pages is not None, "ranks on CPUs know how many pages the host's memory holds"
-    ranks = ranks_of(Rank.at(setup.index, config.degrees), mapped_pages(setup.slots), [channel], config.stalled_step_s)
-    model = load_form(config, form, ranks.device, ranks)
+    rank, ranks = Rank.at(setup.index, config.degrees), None
+    if setup.slots is not None:
+        ranks = ranks_of(rank, mapped_pages(setup.slots), [channel], config.stalled_step_s)
+    meeting = NodeRanks(rank, setup.host)
+    model = load_form(config, form, meeting.device, ranks or meeting)
     region = None
     if isinstance(setup.pages, OwnPages):
         memory = mapped_pages(new_pages(setup.num_pages * setup.pages.page_bytes))
         region = region_of(memory, setup.pages)
     else:
         memory = mapped_pages(setup.pages)
-    pages = RankPages(memory, are_own=region is not None)
-    return Runner(model, setup.num_pages, config.page_size, pages=pages), ranks, region
+    pages = RankPages(memory, are_own=region is not None, are_recorded=ranks is not None)
+    runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
+    if ranks is None:
+        _meet(meeting, channel, config.stalled_step_s)
+    return runner, ranks or meeting, region
+
+
+def _meet(ranks: NodeRanks, channel: Channel, limit_s: float) -> None:
+    """Meet the ranks of other machines, once all have loaded."""
+    channel.send(Ended())
+    channel.receive(Pages)
+    store = ChannelStore(channel)
+    ranks.meet(store, limit_s)
+    store.close()

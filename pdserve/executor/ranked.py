@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,13 +29,15 @@ from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
+from pdserve.executor.joining import Nodes, RemoteRank
 from pdserve.executor.local import LocalExecutor
+from pdserve.executor.node_ranks import NodeRanks, store_for
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, step_of
 from pdserve.executor.rank_group import GroupRanks, within
 from pdserve.executor.rank_memory import device_pages, mapped_pages, new_pages, own_pages, region_of
+from pdserve.executor.rank_process import start_rank
 from pdserve.executor.rank_sums import check_library, ranks_of, slots_bytes
 from pdserve.executor.steps_ahead import StepsAhead
-from pdserve.executor.threads import given_environment
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
@@ -56,19 +57,28 @@ class Followers:
     """The processes of all ranks but the first. For one thread; they end when it does."""
 
     def __init__(
-        self, config: WorkerConfig, form: Form, num_pages: int | None, layout: KvLayout, own: GroupRanks | None = None
+        self,
+        config: WorkerConfig,
+        form: Form,
+        num_pages: int | None,
+        layout: KvLayout,
+        own: GroupRanks | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """Start them; they load their parts meanwhile.
 
         num_pages: None: as many as fit on each rank's device. own: the first of ranks that have devices of their own.
+        nodes: the other machines, if the worker has several.
         """
-        self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
+        self._children: list[tuple[subprocess.Popen[bytes] | RemoteRank, Channel]] = []
+        self._nodes, self._limit_s = nodes, config.stalled_step_s
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         self.drain_s = 2 * config.stalled_step_s  # two steps may be under way
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
         check_library(degrees)
-        self.slots, memory = new_pages(0 if own else slots_bytes(degrees)), None
+        memory, host = None, "" if nodes is None else nodes.host
+        self.slots = new_pages(slots_bytes(degrees) if own is None and nodes is None else 0)
         self.mover_sockets, size = tuple[socket.socket, ...](), degrees.num_ranks
         ranks = [Rank.at(index, degrees) for index in range(size) if config.rank_memory == "own"]
         self._owns = owns = [own_pages(rank, layout) for rank in ranks]
@@ -76,12 +86,13 @@ class Followers:
             assert num_pages is not None, "CPUs have as many pages as they are asked for"
             memory = new_pages(num_pages * (owns[0] if owns else layout).page_bytes)
         loaded = (str(form.checkpoint.path), form.weights_hash)
-        settings = config.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
+        told = config if nodes is None else nodes.told(config, form.dtype)
+        settings = told.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
         try:
             for index in range(1, size):
-                pages = owns[index] if owns else memory
+                pages, slots = owns[index] if owns else memory, self.slots if nodes is None else None
                 assert pages is not None, "ranks with devices have memory of their own"
-                setup = Setup(settings, *loaded, index, size, self.slots, pages, num_pages, has_library)
+                setup = Setup(settings, *loaded, index, size, slots, pages, num_pages, has_library, host=host)
                 setup.num_head_layers = form.checkpoint.config.num_head_layers
                 self._add(setup)
         except BaseException:
@@ -90,19 +101,25 @@ class Followers:
         finally:
             self.memory = None if memory is None else mapped_pages(memory)  # of this rank's pages
             self.region = region_of(self.memory, owns[0]) if owns and self.memory is not None else None
-            channels = [channel for _, channel in self._children]
-            self.ranks = own or ranks_of(Rank.at(0, degrees), mapped_pages(self.slots), channels, config.stalled_step_s)
+            channels, rank, slots = self._channels, Rank.at(0, degrees), self.slots
+            own = own if nodes is None else NodeRanks(rank, host)
+            self.ranks = own or ranks_of(rank, mapped_pages(slots), channels, config.stalled_step_s)
 
     def _add(self, setup: Setup) -> None:
         """Start a rank, and tell it what it is to load."""
-        if isinstance(setup.pages, OwnPages):
+        process: subprocess.Popen[bytes] | RemoteRank
+        if self._nodes is not None and setup.index in self._nodes:
+            process, connected, driven = self._nodes.start(setup.index)
+            self.mover_sockets += (driven,)
+        elif isinstance(setup.pages, OwnPages):
             driven, theirs = socket.socketpair()
             self.mover_sockets += (driven,)
             with theirs:
                 setup.mover = theirs.fileno()
-                process, channel = _started(setup.slots, setup.mover)
+                process, connected = start_rank(setup.slots, setup.mover)
         else:
-            process, channel = _started(setup.slots, setup.pages)
+            process, connected = start_rank(setup.slots, setup.pages)
+        channel = Channel(connected)
         self._children.append((process, channel))
         watched = setup.index, process
         threading.Thread(target=self._watch, args=watched, name=f"rank-{setup.index}", daemon=True).start()
@@ -117,15 +134,30 @@ class Followers:
         self._have_met = True
         return rooms
 
+    def join(self, num_pages: int) -> None:
+        """Let ranks of several machines meet once all have loaded; others share memory from the start."""
+        if not isinstance(self.ranks, NodeRanks):
+            return
+        self._tell(num_pages)
+        try:
+            with store_for(self._channels, self._limit_s) as store:
+                self.ranks.meet(store, self._limit_s)
+        except RuntimeError as error:
+            raise DeviceError(f"ranks of several machines do not meet: {error}") from error
+        self.end(self._limit_s)
+
     def give_pages(self, num_pages: int) -> Tensor:
         """Let all make so many pages on their devices, and join the group, as this rank does beside them.
 
         Returns the memory of this rank's.
         """
-        for _, channel in self._children:
-            channel.send(Pages(num_pages))
+        self._tell(num_pages)
         memory, self.region = device_pages(num_pages, self._owns[0], self.ranks.device)
         return memory
+
+    def _tell(self, num_pages: int) -> None:
+        for _, channel in self._children:
+            channel.send(Pages(num_pages))
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
@@ -177,7 +209,11 @@ class Followers:
                 process.kill()
                 process.wait()
 
-    def _watch(self, index: int, process: "subprocess.Popen[bytes]") -> None:
+    @property
+    def _channels(self) -> list[Channel]:
+        return [channel for _, channel in self._children]
+
+    def _watch(self, index: int, process: "subprocess.Popen[bytes] | RemoteRank") -> None:
         """End this process at once if a child ends first, so that routers do not place requests here.
 
         With status 0 it has said why it could not load: `meet` raises that.
@@ -320,14 +356,3 @@ class LeadingLaunches(Leading):
             self._end_others()
             self._has_left_step = False
         return super().run(plan)
-
-
-def _started(*descriptors: int) -> "tuple[subprocess.Popen[bytes], Channel]":
-    """Start a rank's process, which inherits the descriptors."""
-    own, theirs = socket.socketpair()
-    with theirs:
-        arguments = (str(theirs.fileno()), str(os.getpid()))
-        command = (sys.executable, "-P", "-m", "pdserve.executor.rank", *arguments)
-        inherited = (theirs.fileno(), *descriptors)
-        process = subprocess.Popen(command, env=given_environment(), pass_fds=inherited, stdin=subprocess.DEVNULL)
-    return process, Channel(own)

@@ -45,6 +45,7 @@ CALLERS = {
     "/pdserve.v1.LinkService/": {Part.WORKER},
     "/pdserve.v1.FrontendService/": {Part.FRONTEND},
     "/pdserve.v1.HandoffService/": {Part.WORKER},
+    "/pdserve.v1.NodeService/": {Part.WORKER},
     "/pdserve.v1.AdminService/": {Part.OPERATOR},
     "/pdserve.v1.LauncherService/": {Part.OPERATOR},
     "/pdserve.v1.Identity/": set(Part),

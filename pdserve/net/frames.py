@@ -19,6 +19,14 @@ def packed(message: msgspec.Struct | bytes) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
+def whole_frame(received: bytes | bytearray) -> bytes | None:
+    """Return the one message that so many bytes are, still packed; None if some are missing."""
+    size = _LENGTH.size
+    if len(received) < size or len(received) - size < _LENGTH.unpack_from(received)[0]:
+        return None
+    return bytes(received[size:])
+
+
 async def next_frame(reader: asyncio.StreamReader) -> bytes:
     """Wait for a message, still packed; EOFError at the end of the stream."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))

@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from pdserve.base.errors import echo
 from pdserve.net.rpc import abort, listen, running, server_options
-from pdserve.settings.config import ProcessConfig
+from pdserve.settings.process import ProcessConfig
 
 logger = logging.getLogger(__name__)
 

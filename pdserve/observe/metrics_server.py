@@ -20,7 +20,8 @@ from pdserve.base.watched_files import Watched
 from pdserve.net.certificates import Identity, KeyPair, read_pair
 from pdserve.net.rpc import bare_host, join_address, why_not_bound
 from pdserve.observe.metrics import CERTIFICATE_END, Sample, families
-from pdserve.settings.config import ProcessConfig, ServingConfig
+from pdserve.settings.config import ServingConfig
+from pdserve.settings.process import ProcessConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from pdserve.base.errors import ConfigError
-from pdserve.settings.config import ProcessConfig
+from pdserve.settings.process import ProcessConfig
 
 
 class AutoscalerConfig(ProcessConfig):

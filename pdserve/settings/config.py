@@ -5,20 +5,20 @@ A default is written in one place, its field.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
 from pdserve.settings.degrees import Degrees
+from pdserve.settings.nodes import nodes_problem
+from pdserve.settings.process import ProcessConfig
 from pdserve.settings.rank_memory import RankMemory, is_own_unasked, rank_memory_problem
 from pdserve.settings.speculative import SpeculativeSetting
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 KvCacheDtype = Literal["auto", KvCode]
 Quantization = Literal["auto", "none", "int8", "int4", "awq", "compressed-tensors", "fp8", "gguf", "gptq", "mxfp4"]
@@ -32,39 +32,6 @@ GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for this: all keys of a til
 STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.MIXED: 512}  # tokens in a step, by the worker's role
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
-
-
-class ProcessConfig(BaseModel):
-    """Settings of every process. They never change after its start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    kind: ClassVar[str] = "process"  # whose setting it is, if the help of a flag must say so
-
-    log_level: LogLevel = Field("info", description="Least severe records that are logged.")
-    log_format: LogFormat = Field(
-        "text", description="How records are written to stderr, one on each line; json: as objects with request ids."
-    )
-    drain_timeout_s: float = Field(
-        25.0,
-        ge=0.0,
-        description="Seconds that running requests have to finish after SIGTERM, SIGINT or SIGHUP; what is left is "
-        "ended. Kubernetes kills 30 s after SIGTERM by default.",
-    )
-    metrics: bool = Field(True, description="Show metrics over HTTP, at /metrics.")
-    metrics_host: str = Field(
-        "127.0.0.1", description="Host on which metrics are shown. Whoever reaches it may read them."
-    )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port for metrics; 0 takes a free one.")
-    health_host: str = Field(
-        "127.0.0.1", description="Host on which grpc.health.v1 is served, without TLS: live, ready and started."
-    )
-    health_port: int = Field(0, ge=0, le=65535, description="Port for health; 0 takes a free one.")
-    identity_dir: Path | None = Field(
-        None,
-        description="Folder with tls.crt, tls.key and ca.crt, read again when they change: all internal connections "
-        "are mutual TLS. By default none is: they are plain gRPC.",
-    )
 
 
 def _without_password(given: object) -> object:
@@ -300,6 +267,20 @@ class WorkerConfig(ServingConfig):
         "tokens, as if each worker of a machine had a device of its own.",
     )
 
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Machines that this worker's ranks are on, as many on each. All but this one run `pdserve "
+        "worker-node`. More than 1 goes with ranks on CPUs that have memory of their own.",
+    )
+    master_port: int = Field(
+        0, ge=0, le=65535, description="Port on handoff_host where the other machines join this worker; 0: a free one."
+    )
+    join_timeout_s: float = Field(
+        600.0, gt=0.0, le=86_400.0, description="Seconds that all other machines of this worker have to join it."
+    )
+
     @property
     def step_tokens(self) -> dict[Role, int]:
         """Tokens in one step, by role. A step has room for at least one token of each sequence."""
@@ -309,7 +290,7 @@ class WorkerConfig(ServingConfig):
     @property
     def degrees(self) -> Degrees:
         """How the model is divided among processes."""
-        return Degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
+        return Degrees(self.tensor_parallel_size, self.pipeline_parallel_size, self.nnodes)
 
     @model_validator(mode="after")
     def _is_reached(self) -> Self:
@@ -328,7 +309,8 @@ class WorkerConfig(ServingConfig):
         beside |= {"role": self.role.value, "attention_backend": self.attention_backend}
         if guessed is not None:
             problem = problem or guessed.problem(self.device, self.degrees, kv_dtype)
-        if problem := problem or rank_memory_problem(self.rank_memory, self.degrees, beside):
+        problem = problem or rank_memory_problem(self.rank_memory, self.degrees, beside)
+        if problem := problem or nodes_problem(self):
             raise ValueError(problem)
         return self
 

@@ -9,13 +9,21 @@ class Degrees:
 
     tensor: int = 1
     pipeline: int = 1
+    nodes: int = 1  # machines, with as many ranks each
 
     @property
     def num_ranks(self) -> int:
         """Return how many processes compute a step."""
         return self.tensor * self.pipeline
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Return how many of these processes share a machine."""
+        return self.num_ranks // self.nodes
+
     def __str__(self) -> str:
+        if self.nodes > 1:
+            return f"{self.tensor} ranks on {self.nodes} nodes"
         return f"{self.pipeline} pipeline stages" if self.pipeline > 1 else f"{self.tensor} ranks"
 
     def problem(self, device: str, kv_cache_dtype: str) -> str | None:

@@ -16,6 +16,7 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import KERNEL_DEVICES, Progress
+from pdserve.executor.joining import Nodes
 from pdserve.executor.loading import load
 from pdserve.executor.threads import Seat
 from pdserve.kvtransfer.backends.backend import Backend
@@ -46,11 +47,16 @@ def open_model(config: WorkerConfig) -> Checkpoint:
 
 
 def build_engine(
-    config: WorkerConfig, checkpoint: Checkpoint, secret: bytes, progress: Progress, seat: Seat | None = None
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    secret: bytes,
+    progress: Progress,
+    seat: Seat | None = None,
+    nodes: Nodes | None = None,
 ) -> Engine:
     """Load the model, and set up a scheduler for its pages. Takes seconds to minutes: not for an event loop."""
     with ExitStack() as failed:
-        loaded = load(config, checkpoint, progress, seat)
+        loaded = load(config, checkpoint, progress, seat, nodes)
         failed.callback(loaded.executor.close)
         model_name = config.served_model_name or checkpoint.name
         cache = KvCache(loaded.executor.region.num_pages, loaded.layout.paging, PrefixHasher(secret, model_name))

@@ -7,15 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from pdserve.base.clock import MonotonicClock, new_incarnation
 from pdserve.base.collector import freeze_objects
-from pdserve.base.errors import ConfigError, DeviceError
+from pdserve.base.errors import DeviceError
+from pdserve.base.files import name_process
 from pdserve.base.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, Peer, WorkerId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.base.signals import drain_on_signals
 from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.executor.joining import gathering
 from pdserve.executor.threads import Seat
 from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.matching import Grammars
@@ -88,7 +89,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
     check_addresses(config)
     check_network(config)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
-    _name_process(config.termination_message_file, incarnation)
+    name_process(config.termination_message_file, incarnation, config.nnodes)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
     peer = Peer(WorkerId(config.worker_id), incarnation)
     register = _registration(config, incarnation)
@@ -99,10 +100,14 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         links = Links(config.routers, credentials, register, listener, end, own.address)
         linking = group.create_task(links.run(), name="links")
         checkpoint = await asyncio.to_thread(open_model, config)
+        drain = partial(inbox.put, DrainAsked(is_final=True))
+        joined = gathering(config, peer, checkpoint, credentials, drain)
         listener.open_grammars(_grammars(checkpoint, inbox))
         progress = _progress(links, register)
+        nodes = await closing.enter_async_context(joined)
         with ending_on_broken_device():
-            engine = await asyncio.to_thread(build_engine, config, checkpoint, credentials.secret, progress, seat)
+            secret = credentials.secret
+            engine = await asyncio.to_thread(build_engine, config, checkpoint, secret, progress, seat, nodes)
         executor = engine.executor
         closing.push_async_callback(asyncio.to_thread, executor.close)
         _describe(engine, register)
@@ -117,7 +122,6 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
 
-        drain = partial(inbox.put, DrainAsked(is_final=True))
         with drain_on_signals(loop, drain, config.drain_timeout_s + own.closing_s):
             async with (
                 publishing(config, register) as publisher,
@@ -162,7 +166,8 @@ async def assemble(
     def on_stopped(message: ReceiverMessage) -> None:
         loop.call_soon_threadsafe(listener.put, message)
 
-    mover = build_mover(config, peer, engine.executor, on_stopped, credentials.secret)
+    # Not in this thread: what ranks of other machines answer comes through the loop.
+    mover = await asyncio.to_thread(build_mover, config, peer, engine.executor, on_stopped, credentials.secret)
     listener.guard(mover)
     rules = rules_of(config, len(mover.turns))
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
@@ -229,16 +234,6 @@ def _progress(links: Links, register: link.Register) -> Callable[[float], None]:
             loop.call_soon_threadsafe(report, share)
 
     return note
-
-
-def _name_process(file: Path | None, incarnation: Incarnation) -> None:
-    """Write the incarnation where whoever launched this process finds it after its end."""
-    if file is None:
-        return
-    try:
-        file.write_text(f"{incarnation}\n", encoding="ascii")  # in place: on Kubernetes the file is a mount
-    except OSError as error:
-        raise ConfigError(f"termination_message_file: cannot write {file}: {error.strerror}") from error
 
 
 def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Register:

@@ -14,7 +14,8 @@ from pdserve.base.errors import ConfigError
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import API_KEY, RouterFlags, key_for
 from pdserve.cli.processes import CONFIGS
-from pdserve.settings.config import ProcessConfig, WorkerConfig
+from pdserve.settings.config import WorkerConfig
+from pdserve.settings.process import ProcessConfig
 
 RUNNER = CliRunner()
 

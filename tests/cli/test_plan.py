@@ -13,7 +13,8 @@ from pdserve.cli.flags import config_flags
 from pdserve.cli.processes import CONFIGS
 from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, threads_each
 from pdserve.router.config import RouterConfig
-from pdserve.settings.config import ProcessConfig, WorkerConfig, load_config
+from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.process import ProcessConfig
 
 WIRING = Wiring(ClusterSpec("m", "m"), public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
 MODEL = '/models/it\'s; a "model" $(x)'

@@ -164,9 +164,8 @@ def wired_cluster(
     with ExitStack() as stack:
         proxies = stack.enter_context(fault_proxies(*names))
         ports = free_port(HOST), free_port(HOST)
-        wiring = Wiring(
-            folder, model, worker_flags, write_secret(folder), *ports, router_flags or {}, pools.more_routers
-        )
+        secret = found if (found := folder / "secret").exists() else write_secret(folder)
+        wiring = Wiring(folder, model, worker_flags, secret, *ports, router_flags or {}, pools.more_routers)
         stack.callback(kill_all, wiring)
         wiring.start_router()
         for name in workers:

@@ -20,7 +20,8 @@ from pdserve.base.yaml_models import Section
 from pdserve.net.certificates import Part
 from pdserve.router.config import EndpointConfig, FrontendConfig, ModelSettings, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig
-from pdserve.settings.config import ProcessConfig, ServingConfig, WorkerConfig
+from pdserve.settings.config import ServingConfig, WorkerConfig
+from pdserve.settings.process import ProcessConfig
 
 CHART = Path(__file__).parents[1] / "pdserve"
 FILE = CHART / "values.schema.json"

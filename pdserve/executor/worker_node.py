@@ -1,0 +1,237 @@
+"""The process of a further machine (node) of a worker: it joins the worker, and runs the ranks that are there.
+
+Invariant: the ranks end before this process does, which ends when one of them does, when the worker's own process does,
+or when neither that process nor its machine is heard any more. It runs the ranks of one process of the worker, once.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+import msgspec
+
+from pdserve import __version__
+from pdserve.base.errors import CommandError, ConfigError, DeviceError
+from pdserve.base.files import name_process
+from pdserve.base.ids import Incarnation
+from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.base.signals import CLOSING_S, drain_on_signals
+from pdserve.checkpoint.fetch import resolve_model
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.executor.node_links import SOCKETS, carry, check_interface
+from pdserve.executor.rank_frames import Setup
+from pdserve.executor.rank_process import start_rank
+from pdserve.net.certificates import Part
+from pdserve.net.credentials import Credentials
+from pdserve.net.frames import packed, whole_frame
+from pdserve.net.health import answering
+from pdserve.net.rpc import identify, join_address
+from pdserve.proto.v1 import nodes_pb2 as wire
+from pdserve.proto.v1.nodes_pb2_grpc import NodeServiceStub
+from pdserve.settings.config import WorkerConfig
+from pdserve.settings.worker_node import WorkerNodeConfig
+
+logger = logging.getLogger(__name__)
+
+JOIN, CARRY = "/pdserve.v1.NodeService/Join", "/pdserve.v1.NodeService/Carry"
+END_S = 5.0  # for a rank whose sockets are closed
+REMEDIES = {
+    grpc.StatusCode.UNAUTHENTICATED: "secret_file",
+    grpc.StatusCode.PERMISSION_DENIED: "identity_dir",
+}
+
+JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[wire.JoinRequest, wire.JoinResponse]"
+
+
+async def serve(config: WorkerNodeConfig) -> int:
+    """Run the ranks of this machine until the worker ends; return the exit status."""
+    check_interface(config.handoff_host, has_identity=config.identity_dir is not None)
+    credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
+    checkpoint = open_checkpoint(resolve_model(config.model))
+    greeting = wire.NodeGreeting(
+        version=__version__,
+        node_rank=config.node_rank,
+        model=await asyncio.to_thread(lambda: checkpoint.fingerprint),
+        handoff_host=config.handoff_host,
+        num_processors=len(os.sched_getaffinity(0)),
+    )
+    address = join_address(config.master_addr, config.master_port)
+    async with answering(config) as health, credentials.channel(address, Part.WORKER) as channel:
+        leader = Leader(channel, credentials.secret, address)
+        try:
+            async with asyncio.timeout(config.join_timeout_s):
+                call, accepted = await leader.join(greeting)
+        except TimeoutError:
+            raise CommandError(
+                f"join_timeout_s: {address} took no node in within {config.join_timeout_s:g} s"
+            ) from None
+        name_process(config.termination_message_file, Incarnation(accepted.incarnation), accepted.num_nodes)
+        logger.info("joined %s at %s, with ranks %s", accepted.worker_id, address, list(accepted.ranks))
+        health.start(lambda: True)
+        node = RunningNode(config, checkpoint.path, leader, accepted)
+        limit_s = config.drain_timeout_s + CLOSING_S
+        with drain_on_signals(asyncio.get_running_loop(), node.leaving.set, limit_s):
+            return await node.run(call)
+
+
+class RunningNode:
+    """The ranks of this machine."""
+
+    def __init__(self, config: WorkerNodeConfig, model: Path, leader: "Leader", accepted: wire.NodeAccepted) -> None:
+        """model: where the files of the worker's model are here."""
+        self.leaving = asyncio.Event()  # this machine was asked to end
+        self._config, self._model, self._leader, self._accepted = config, model, leader, accepted
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    async def run(self, call: JoinCall) -> int:
+        """Run all ranks until the worker ends them; return the exit status."""
+        status = 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(each) for each in (_until_lost(call), self._tell_leaving(call))]
+                ranks = [tasks.create_task(self._run(rank)) for rank in self._accepted.ranks]
+                await asyncio.wait(ranks)
+                for each in beside:
+                    each.cancel()
+        except ExceptionGroup as group:
+            status, cause = DEVICE_EXIT_STATUS, group.exceptions[0]
+            why = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else cause
+            logger.critical("the device is broken: %s: this process ends", why, exc_info=_unknown(cause))
+        finally:
+            await asyncio.to_thread(self._end)
+        return status
+
+    async def _run(self, rank: int) -> None:
+        """Run a rank until its sockets are closed. DeviceError where it fails."""
+        steps, orders = [await self._leader.open(self._accepted.ticket, rank, kind) for kind in SOCKETS]
+        setup = msgspec.msgpack.decode(await steps.first_message(), type=Setup)
+        driven, theirs = socket.socketpair()
+        with theirs:
+            process, connected = start_rank(theirs.fileno())
+            self._processes.append(process)
+            connected.sendall(packed(self._as_here(setup, theirs.fileno())))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(steps.carry(connected))
+            tasks.create_task(orders.carry(driven))
+        try:
+            status = await asyncio.to_thread(process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            raise DeviceError(f"rank {rank} is stopped, or hangs") from None
+        if status:
+            raise DeviceError(f"rank {rank} has ended with status {status}")
+
+    def _as_here(self, setup: Setup, mover: int) -> Setup:
+        """Return how a rank loads its part on this machine. mover: the descriptor of its socket for orders."""
+        own = {name: getattr(self._config, name) for name in ("handoff_host", "handoff_rdma_devices")}
+        settings = WorkerConfig.model_validate_json(setup.settings)
+        setup.settings = settings.model_copy(update={**own, "shared_weights_dir": None}).model_dump_json()
+        setup.model, setup.mover, setup.host = str(self._model), mover, self._config.handoff_host
+        return setup
+
+    async def _tell_leaving(self, call: JoinCall) -> None:
+        await self.leaving.wait()
+        await call.write(wire.JoinRequest(leaving=wire.NodeLeaving()))
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+async def _until_lost(call: JoinCall) -> None:
+    await call.read()
+    raise DeviceError("the worker's own process has ended")
+
+
+def _unknown(cause: BaseException) -> BaseException | None:
+    """Return what is to be logged with its traceback."""
+    return None if isinstance(cause, DeviceError | grpc.aio.AioRpcError) else cause
+
+
+class Leader:
+    """The worker's own process."""
+
+    def __init__(self, channel: grpc.aio.Channel, secret: bytes, address: str) -> None:
+        self._channel, self._secret, self._address = channel, secret, address
+        self._stub = NodeServiceStub(channel)
+
+    async def join(self, greeting: wire.NodeGreeting) -> tuple[JoinCall, wire.NodeAccepted]:
+        """Become one of the worker's machines, once the worker is there; ConfigError says why it is refused."""
+        proof = await self._proof_once_there()
+        call = self._stub.Join(metadata=proof)
+        try:
+            await call.write(wire.JoinRequest(greeting=greeting))
+            answer = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error) from error
+        assert isinstance(answer, wire.JoinResponse), "the call has not ended, and no error is raised"
+        if answer.refused:
+            raise ConfigError(answer.refused)
+        accepted = answer.accepted
+        for name, there, here in (
+            ("version", accepted.version, __version__),
+            ("model", accepted.model, greeting.model),
+        ):
+            if there != here:
+                raise ConfigError(f"{name}: {there} at {self._address}, and {here} here")
+        return call, accepted
+
+    async def open(self, ticket: bytes, rank: int, kind: wire.RankSocket.ValueType) -> "Carried":
+        """Open the way of one socket to the first rank."""
+        call = self._stub.Carry(metadata=await identify(self._channel, self._secret, CARRY))
+        await call.write(wire.CarryRequest(opening=wire.CarryOpening(ticket=ticket, rank=rank, socket=kind)))
+        return Carried(call)
+
+    async def _proof_once_there(self) -> tuple[tuple[str, bytes], ...]:
+        told = ""
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            try:
+                return await identify(self._channel, self._secret, JOIN)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise self._explained(error) from error
+                if (why := str(error.details())) != told:
+                    logger.warning("the worker is not reached yet: %s", why)
+                told = why
+            await self._channel.wait_for_state_change(state)
+
+    def _explained(self, error: grpc.aio.AioRpcError) -> ConfigError | CommandError:
+        if error.code() in REMEDIES:
+            return ConfigError(f"{REMEDIES[error.code()]}: {self._address} refuses it: {error.details()}")
+        return CommandError(f"{self._address}: {error.details()}")
+
+
+class Carried:
+    """The way of one socket to the first rank."""
+
+    def __init__(self, call: "grpc.aio.StreamStreamCall[wire.CarryRequest, wire.CarryResponse]") -> None:
+        self._call = call
+        self._contents = self._read()
+
+    async def first_message(self) -> bytes:
+        """Return the first message, still packed; nothing follows before it is answered."""
+        received = bytearray()
+        async for content in self._contents:
+            received += content
+            if (message := whole_frame(received)) is not None:
+                return message
+        raise DeviceError("the worker's own process has ended")
+
+    async def carry(self, connected: socket.socket) -> None:
+        """Carry what else comes, and what the rank says, until the first rank's end closes."""
+        await carry(connected, self._contents, self._send, self._call.done_writing)
+
+    async def _send(self, content: bytes) -> None:
+        await self._call.write(wire.CarryRequest(content=content))
+
+    async def _read(self) -> AsyncIterator[bytes]:
+        async for response in self._call:
+            yield response.content
