@@ -26,6 +26,7 @@ PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 PER_PROCESS = (
     *("role", "model", "served_model_name", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
     *("identity_dir", "launch_id", "termination_message_file", "name", "http_host", "serve_clients"),
+    *("nnodes", "master_port", "join_timeout_s"),  # all of a worker's ranks are on this machine
 )
 # -P: the working folder is not searched for modules; ours has some with other packages' names.
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")

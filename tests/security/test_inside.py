@@ -89,6 +89,7 @@ async def call(caller: Credentials, address: str, method: str, listener: Part = 
 ALLOWED = {
     ATTACH: Part.WORKER,
     "/pdserve.v1.HandoffService/Attach": Part.WORKER,
+    "/pdserve.v1.NodeService/Join": Part.WORKER,
     "/pdserve.v1.FrontendService/Attach": Part.FRONTEND,
     STATUS: Part.OPERATOR,
     "/pdserve.v1.LauncherService/StopWorker": Part.OPERATOR,

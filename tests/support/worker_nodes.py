@@ -17,7 +17,13 @@ HOST = "127.0.0.1"
 @contextmanager
 def worker_node(folder: Path, model: Path, port: int, **flags: object) -> Iterator[subprocess.Popen[bytes]]:
     """Run machine 1 of the worker that listens on this port for the length of the block. Its log is node.log."""
-    own = {"master_addr": HOST, "master_port": port, "node_rank": 1, "model": model, "secret_file": write_secret(folder)}
+    own = {
+        "master_addr": HOST,
+        "master_port": port,
+        "node_rank": 1,
+        "model": model,
+        "secret_file": write_secret(folder),
+    }
     command = [sys.executable, "-P", "-m", "pdserve", "worker-node", *flag_arguments({**own, **flags})]
     with (folder / "node.log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:

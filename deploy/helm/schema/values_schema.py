@@ -34,7 +34,7 @@ OF_THE_CHART = {
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
     *("role", "routers", "router_id", "frontend_id", "worker_id", "launch_id", "incarnation", "shares_ports", "models"),
     *("termination_message_file", "serve_clients"),
-    *("device", "policy", "policy_resource", "name"),
+    *("device", "policy", "policy_resource", "name", "nnodes", "master_port"),
 }
 
 _REPOSITORY = r"[a-z0-9]([-a-z0-9._]*[a-z0-9])?(:\d+)?(/[a-z0-9]([-a-z0-9._]*[a-z0-9])?)*"

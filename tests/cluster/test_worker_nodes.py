@@ -1,0 +1,134 @@
+"""A worker whose ranks are on two machines serves as one rank would, and ends as a whole, on both."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from live_cluster import greedy, is_idle
+from looking import until
+from model_zoo import assert_right, load_oracle, prompt, write_model
+from wired_cluster import Pools, wired_cluster
+from worker_nodes import ranks_of, worker_node
+
+from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.launch.folder import free_port
+from pdserve.launch.plan import flag_arguments
+
+HOST = "127.0.0.1"
+FLAGS = {"rank_memory": "own", "dtype": "float32", "num_pages": 200}
+TWO_NODES = {"nnodes": 2, "tensor_parallel_size": 2}
+START_S, SILENT_S = 60, 40  # a frozen machine is noticed after 15 s; others use this one
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"))
+
+
+def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_transformers_does(
+    model: Path, tmp_path: Path
+) -> None:
+    port, oracle = free_port(HOST), load_oracle(model)
+    own = {"decode-0": {**TWO_NODES, "master_port": port}}
+    with worker_node(tmp_path, model, port) as node:
+        pools = Pools(("prefill-0",), ("decode-0",))
+        with wired_cluster(tmp_path, model, pools, FLAGS, own_flags=own) as cluster:
+            asked = [prompt(length, length) for length in (1, 16, 40, 130)]
+            answers = cluster.generate_all([greedy(each, 24) for each in asked])
+            for each, answer in zip(asked, answers, strict=True):
+                assert_right(oracle, each, answer.tokens[0], 24)
+                assert answer.ledger.handoff_bytes > 0
+            status = cluster.wait_for(is_idle, 5)
+            assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
+            (rank,) = ranks_of(node)
+        assert node.wait(10) == 0, "it ends with the worker, which has drained"
+        assert not rank.is_running()
+
+
+@dataclass
+class TwoMachines:
+    """A worker alone, without a router, and its second machine."""
+
+    worker: subprocess.Popen[bytes]
+    node: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        return ranks_of(self.node)
+
+
+@contextmanager
+def two_machines(folder: Path, model: Path, node_model: Path | None = None, **flags: object) -> Iterator[TwoMachines]:
+    """Start both for the length of the block."""
+    port, log = free_port(HOST), folder / "worker.log"
+    with worker_node(folder, node_model or model, port) as node, log.open("ab") as written:
+        own = {"model": model, "secret_file": folder / "secret", "role": "decode", "worker_id": "w", "num_threads": 1}
+        own |= {**FLAGS, **TWO_NODES, "routers": (f"{HOST}:1",), "master_port": port, **flags}
+        command = [sys.executable, "-P", "-m", "pdserve", "worker", *flag_arguments(own)]
+        with subprocess.Popen(command, stdout=written, stderr=written) as worker:
+            try:
+                yield TwoMachines(worker, node, log)
+            finally:
+                worker.kill()
+
+
+@contextmanager
+def serving(folder: Path, model: Path) -> Iterator[TwoMachines]:
+    with two_machines(folder, model) as machines:
+        until(lambda: " ready: " in machines.log.read_text(), START_S)
+        yield machines
+
+
+@pytest.mark.parametrize("killed", ["node", "rank", "worker"])
+def test_the_end_of_any_process_ends_the_worker_on_both_machines(model: Path, tmp_path: Path, killed: str) -> None:
+    with serving(tmp_path, model) as machines:
+        (rank,) = machines.ranks
+        victim = {"node": machines.node, "worker": machines.worker, "rank": rank}[killed]
+        victim.kill()
+        for name, process in (("worker", machines.worker), ("node", machines.node)):
+            assert process.wait(15) == (-signal.SIGKILL if name == killed else DEVICE_EXIT_STATUS)
+        until(lambda: not rank.is_running(), 5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", ["node", "worker"])
+def test_a_machine_that_is_frozen_is_noticed_and_ends_once_it_thaws(model: Path, tmp_path: Path, frozen: str) -> None:
+    with serving(tmp_path, model) as machines:
+        (rank,) = machines.ranks
+        victim, other = machines.node, machines.worker
+        if frozen == "worker":
+            victim, other = other, victim
+        victim.send_signal(signal.SIGSTOP)
+        assert other.wait(SILENT_S) == DEVICE_EXIT_STATUS
+        assert victim.poll() is None
+        assert rank.is_running() == (frozen == "node"), "a frozen machine ends nothing"
+        victim.send_signal(signal.SIGCONT)
+        assert victim.wait(15) == DEVICE_EXIT_STATUS
+        until(lambda: not rank.is_running(), 5)
+
+
+@pytest.mark.long
+def test_a_machine_that_is_asked_to_end_lets_the_whole_worker_drain(model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, model) as machines:
+        machines.node.terminate()
+        assert machines.worker.wait(30) == 0
+        assert machines.node.wait(15) == 0
+
+
+def test_a_machine_with_another_model_is_refused_and_the_worker_does_not_start(model: Path, tmp_path: Path) -> None:
+    other = write_model("llama3", tmp_path / "other", num_hidden_layers=1)
+    with two_machines(tmp_path, model, other, join_timeout_s=12.0) as machines:
+        assert machines.node.wait(START_S) == 2
+        assert machines.worker.wait(START_S) == 2
+    refusal = "model: its files differ from the worker's"
+    assert refusal in (tmp_path / "node.log").read_text()
+    assert f"nodes [1] have not joined within 12 s; node 1 is refused: {refusal}" in machines.log.read_text()

@@ -1,0 +1,261 @@
+"""A machine joins a worker only as one of the cluster's workers, with the worker's model, in its own place, in time."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from model_zoo import write_model
+
+from pdserve import __version__
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.executor.joining import Nodes, gathering
+from pdserve.executor.worker_node import Carried, JoinCall, Leader
+from pdserve.launch.authority import Authority
+from pdserve.launch.folder import free_port, write_secret
+from pdserve.net.certificates import Part
+from pdserve.net.credentials import Credentials
+from pdserve.proto.v1 import nodes_pb2 as wire
+from pdserve.settings.config import WorkerConfig, load_config
+
+HOST = "127.0.0.1"
+SETTINGS = {"nnodes": 2, "tensor_parallel_size": 2, "rank_memory": "own", "role": "decode", "worker_id": "w"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_model("llama3", tmp_path_factory.mktemp("model")))
+
+
+@dataclass
+class Worker:
+    """A worker of two machines, which the second one is to join."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    authority: Authority = field(default_factory=Authority.new)
+    num_leaving: int = 0
+    port: int = field(default_factory=lambda: free_port(HOST))
+
+    def __post_init__(self) -> None:
+        self.secret = write_secret(self.folder)
+
+    def identity(self, part: Part, authority: Authority | None = None) -> Credentials:
+        folder = self.folder / f"{part}-{len(list(self.folder.iterdir()))}"
+        (authority or self.authority).write_identity(folder, part, "pdserve", timedelta(days=1))
+        return Credentials.read(self.secret, folder, part)
+
+    @asynccontextmanager
+    async def gathering(self, timeout_s: float = 20.0, **settings: object) -> AsyncIterator[Nodes | None]:
+        own = {"model": "m", "secret_file": self.secret, "routers": ("127.0.0.1:1",), "master_port": self.port}
+        config = load_config(WorkerConfig, flags={**SETTINGS, **own, "join_timeout_s": timeout_s, **settings})
+        me = Peer(WorkerId("w"), Incarnation(7))
+        async with gathering(config, me, self.checkpoint, self.identity(Part.WORKER), self._leaving) as nodes:
+            yield nodes
+
+    @asynccontextmanager
+    async def dialled(self, credentials: Credentials | None = None) -> AsyncIterator[Leader]:
+        used, address = credentials or self.identity(Part.WORKER), f"{HOST}:{self.port}"
+        async with used.channel(address, Part.WORKER) as channel:
+            yield Leader(channel, used.secret, address)
+
+    def greeting(self, **own: object) -> wire.NodeGreeting:
+        is_as = {"version": __version__, "node_rank": 1, "model": self.checkpoint.fingerprint}
+        return wire.NodeGreeting(**{**is_as, "handoff_host": HOST, "num_processors": 2, **own})
+
+    def _leaving(self) -> None:
+        self.num_leaving += 1
+
+
+@pytest.fixture
+def worker(tmp_path: Path, checkpoint: Checkpoint) -> Worker:
+    return Worker(tmp_path, checkpoint)
+
+
+async def opened(leader: Leader, ticket: bytes) -> list[Carried]:
+    return [await leader.open(ticket, 1, kind) for kind in (wire.RANK_SOCKET_STEPS, wire.RANK_SOCKET_ORDERS)]
+
+
+async def joined(worker: Worker, leader: Leader) -> tuple[JoinCall, list[Carried]]:
+    call, accepted = await leader.join(worker.greeting())
+    assert (accepted.worker_id, accepted.incarnation, list(accepted.ranks)) == ("w", 7, [1])
+    return call, await opened(leader, accepted.ticket)
+
+
+WRONG = [
+    ({"version": "0.0.0"}, r"version: '0\.0\.0' of pdserve, and the worker's own is"),
+    ({"node_rank": 2}, r"node_rank: 2, and the worker has nodes 0 to 1 \(nnodes\)"),
+    ({"node_rank": 0}, "node_rank: 0, and the worker has nodes 0 to 1"),
+    ({"model": "another"}, "model: its files differ from the worker's: another, not "),
+    ({"handoff_host": "10.0.0.1"}, r"handoff_host: 10\.0\.0\.1 and the worker's 127\.0\.0\.1 do not reach each other"),
+    ({"num_processors": 0}, "tensor_parallel_size: 1 ranks a node need as many processors, not 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "refusal"), WRONG)
+async def test_a_machine_that_does_not_fit_is_refused_by_name_at_both_ends(
+    worker: Worker, wrong: dict[str, object], refusal: str
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(refused(worker, wrong, refusal))
+        with pytest.raises(ConfigError, match=rf"join_timeout_s: nodes \[1\] have not joined within 3.*{refusal}"):
+            await gather(worker, 3.0)
+
+
+async def refused(worker: Worker, wrong: dict[str, object], refusal: str) -> None:
+    async with worker.dialled() as leader:
+        with pytest.raises(ConfigError, match=refusal):
+            await leader.join(worker.greeting(**wrong))
+
+
+async def test_a_place_is_taken_once_and_free_again_when_its_machine_leaves_before_all_have_joined(
+    worker: Worker,
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        gathered = tasks.create_task(gather(worker))
+        async with worker.dialled() as first, worker.dialled() as second:
+            call, accepted = await first.join(worker.greeting())
+            with pytest.raises(ConfigError, match="node_rank: 1 has joined already"):
+                await second.join(worker.greeting())
+            call.cancel()
+            ticket = await ticket_once_free(worker, second)
+            stale = await second.open(accepted.ticket, 1, wire.RANK_SOCKET_STEPS)
+            with pytest.raises(grpc.aio.AioRpcError, match="it opens no such socket of a rank now"):
+                await stale.first_message()
+            await opened(second, ticket)
+            await gathered
+
+
+async def ticket_once_free(worker: Worker, leader: Leader) -> bytes:
+    """Join in place of a machine that has left."""
+    while True:
+        with suppress(ConfigError):
+            return (await leader.join(worker.greeting()))[1].ticket
+        await asyncio.sleep(0)
+
+
+async def gather(worker: Worker, timeout_s: float = 20.0) -> None:
+    async with worker.gathering(timeout_s) as nodes:
+        assert nodes is not None
+        assert 1 in nodes
+        assert 0 not in nodes
+
+
+async def with_another_secret(worker: Worker) -> Credentials:
+    used = worker.identity(Part.WORKER)
+    return Credentials(os.urandom(40), used.identity)
+
+
+async def with_a_routers_certificate(worker: Worker) -> Credentials:
+    return worker.identity(Part.ROUTER)
+
+
+async def with_a_strangers_certificate(worker: Worker) -> Credentials:
+    return worker.identity(Part.WORKER, Authority.new())
+
+
+async def without_a_certificate(worker: Worker) -> Credentials:
+    return Credentials(worker.secret.read_bytes().strip())
+
+
+@pytest.mark.parametrize(
+    ("credentials", "kind", "problem"),
+    [
+        (with_another_secret, ConfigError, "secret_file: .* the cluster's shared secret"),
+        (with_a_routers_certificate, ConfigError, "identity_dir: .* routers may not call"),
+        (with_a_strangers_certificate, TimeoutError, None),
+        (without_a_certificate, TimeoutError, None),
+    ],
+)
+async def test_a_machine_without_a_workers_identity_of_this_cluster_does_not_join(
+    worker: Worker, credentials: Callable, kind: type[Exception], problem: str | None
+) -> None:
+    async def denied() -> None:
+        async with worker.dialled(await credentials(worker)) as leader:
+            with pytest.raises(kind, match=problem):
+                async with asyncio.timeout(2.0):
+                    await leader.join(worker.greeting())
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(denied())
+        with pytest.raises(ConfigError, match=r"nodes \[1\] have not joined within 3 s$"):
+            await gather(worker, 3.0)
+
+
+@pytest.mark.parametrize(("host", "problem"), [("0.0.0.0", "names no interface"), ("10.9.9.9", "need identity_dir")])
+async def test_an_address_that_names_no_interface_or_is_reached_without_identity_is_refused(
+    worker: Worker, host: str, problem: str
+) -> None:
+    own = {"model": "m", "secret_file": worker.secret, "routers": ("127.0.0.1:1",), "handoff_host": host}
+    config = load_config(WorkerConfig, flags={**SETTINGS, **own})
+    plain, me = await without_a_certificate(worker), Peer(WorkerId("w"), Incarnation(7))
+    with pytest.raises(ConfigError, match=f"handoff_host: .*{problem}"):
+        async with gathering(config, me, worker.checkpoint, plain, lambda: None):
+            raise AssertionError("it listens")
+
+
+async def test_bytes_of_a_ranks_socket_pass_both_ways_and_its_end_ends_it_at_the_other_machine(worker: Worker) -> None:
+    long = os.urandom(5_000_000)
+    async with asyncio.TaskGroup() as tasks:
+        other = tasks.create_task(echoed(worker, len(long)))
+        async with worker.gathering() as nodes:
+            assert nodes is not None
+            rank, steps, orders = nodes.start(1)
+            await asyncio.to_thread(steps.sendall, (len(b"set up")).to_bytes(4, "big") + b"set up")
+            sending = asyncio.to_thread(steps.sendall, long)
+            received, _ = await asyncio.gather(asyncio.to_thread(read, steps, len(long)), sending)
+            assert received == long
+            steps.close()
+            orders.close()
+            assert await asyncio.to_thread(rank.wait, 10) == 0
+            await other
+    assert worker.num_leaving == 1
+
+
+async def echoed(worker: Worker, count: int) -> None:
+    """Be a machine with a rank that sends back what comes behind the first message, until its sockets are closed."""
+    async with worker.dialled() as leader:
+        call, (steps, orders) = await joined(worker, leader)
+        assert await steps.first_message() == b"set up"
+        pairs = socket.socketpair(), socket.socketpair()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(steps.carry(pairs[0][0]))
+            tasks.create_task(orders.carry(pairs[1][0]))
+            tasks.create_task(asyncio.to_thread(send_back, pairs[0][1], count))
+        for pair in pairs:
+            pair[1].close()
+        await call.write(wire.JoinRequest(leaving=wire.NodeLeaving()))
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+
+def read(connected: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count and (part := connected.recv(1 << 16)):
+        received += part
+    return bytes(received)
+
+
+def send_back(connected: socket.socket, count: int) -> None:
+    while part := connected.recv(1 << 16):
+        connected.sendall(part)
+        count -= len(part)
+    assert count == 0
+
+
+async def test_a_machine_waits_for_a_worker_that_is_not_there_yet(worker: Worker) -> None:
+    async with asyncio.TaskGroup() as tasks, worker.dialled() as leader:
+        waiting = tasks.create_task(joined(worker, leader))
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done
+        await gather(worker)
+        await waiting
