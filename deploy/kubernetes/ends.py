@@ -5,10 +5,14 @@ its message; or a later process of the same container has. Or its pod was remove
 answered without a gap, for as long as its kubelet may take to end what it still runs of that pod. Or its pod was
 removed, and an operator asserts that the node's machine is off. A node that does not answer proves nothing by itself,
 and neither does a pod that was removed while its node is silent.
+
+A worker whose ranks are on several machines is a group of pods, whose containers all name the same process. It has
+ended once it has in each of them. While one of these pods has not shown that, it is not reported.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.base.processes import is_from_outside
 from pdserve.base.values import value
@@ -17,6 +21,7 @@ from pdserve.kubernetes.objects import Pod, Terminated
 MARGIN_S = 30.0  # beyond a pod's grace period: until a kubelet has seen that the pod is not wanted, and has killed it
 GAP_S = 40.0  # without a renewal, after which a node counts as silent; kubelets renew each 10 s
 MAX_GONE = 1024  # pods of which no end is proved
+FIRST = ""  # in place of the uid of a group's first pod
 
 
 @value
@@ -34,6 +39,14 @@ class _Known:
     last_ended: int = 0  # the latest process that is known to have ended
     running: set[int] = field(default_factory=set)  # processes that a router has seen, and whose end is not known
     gone_s: float | None = None  # when it was seen to have been removed
+    uid: str = ""
+    leader: str = ""  # the first pod of its group, if that is another one
+    group_size: int = 1
+
+    @property
+    def worker_id(self) -> str:
+        """Return the name of its worker. Names of groups' pods are used again, so their uid is a part of it."""
+        return self.name if self.group_size == 1 else f"{self.name}.{self.uid}"
 
 
 @dataclass(slots=True)
@@ -51,12 +64,17 @@ class Ends:
     def __init__(self) -> None:
         self._pods: dict[str, _Known] = {}  # by uid
         self._nodes: dict[str, _Answering] = {}
+        self._parts: OrderedDict[tuple[str, int], dict[str, Ended]] = OrderedDict()  # of groups' processes, by pod
 
     def attached(self, incarnation: int, launch_id: str) -> None:
         """Note a process that is attached to a router; its launch_id is its pod's uid."""
         pod = self._pods.get(launch_id)
-        if pod is not None and incarnation > pod.last_ended:
-            pod.running.add(incarnation)
+        if pod is None:
+            return
+        others = [each for each in self._pods.values() if each.leader == pod.name and each.gone_s is None]
+        for each in (pod, *(others if pod.group_size > 1 else ())):
+            if incarnation > each.last_ended:
+                each.running.add(incarnation)
 
     def listed(self, pods: Iterable[Pod], at_s: float) -> list[Ended]:
         """Note all pods of a list; return which processes have ended."""
@@ -69,12 +87,13 @@ class Ends:
     def changed(self, pod: Pod) -> list[Ended]:
         """Note a pod; return which of its processes have ended."""
         uid, spec = pod.metadata.uid, pod.spec
-        known = self._pods.setdefault(uid, _Known(pod.metadata.name, "", 0.0))
+        known = self._pods.setdefault(uid, _Known(pod.metadata.name, "", 0.0, uid=uid))
         known.gone_s = None
+        known.leader, known.group_size = pod.leader, pod.group_size
         known.node = spec.node_name or known.node
         known.grace_s = float(spec.termination_grace_period_seconds)
         ends = sorted(_ends(pod), key=lambda each: each[0])
-        return [ended for number, how in ends for ended in _end(known, number, how)]
+        return self._whole(known, [ended for number, how in ends for ended in _end(known, number, how)])
 
     def removed(self, pod: Pod, at_s: float) -> list[Ended]:
         """Note that a pod was removed, with its last state; return which of its processes have ended."""
@@ -130,7 +149,26 @@ class Ends:
     def proved(self, uids: set[str]) -> list[Ended]:
         """Note that these pods are proved to have ended; return their processes."""
         gone = [self._pods.pop(uid) for uid in sorted(uids & self._pods.keys())]
-        return [Ended(pod.name, number, from_outside=True) for pod in gone for number in sorted(pod.running)]
+        ends = [
+            (pod, [Ended(pod.worker_id, number, from_outside=True) for number in sorted(pod.running)]) for pod in gone
+        ]
+        return [ended for pod, own in ends for ended in self._whole(pod, own)]
+
+    def _whole(self, pod: _Known, ends: list[Ended]) -> list[Ended]:
+        """Note which processes have ended in a pod; return those that have in all pods of its group."""
+        if pod.group_size == 1:
+            return ends
+        whole = []
+        for ended in ends:
+            key = pod.leader or pod.name, ended.incarnation
+            parts = self._parts.setdefault(key, {})
+            parts[pod.uid if pod.leader else FIRST] = ended
+            if FIRST in parts and len(parts) == pod.group_size:  # the others end because one does
+                whole.append(replace(parts[FIRST], from_outside=any(each.from_outside for each in parts.values())))
+                del self._parts[key]
+        while len(self._parts) > MAX_GONE:
+            self._parts.popitem(last=False)
+        return whole
 
 
 def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
@@ -139,9 +177,9 @@ def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
         return
     pod.last_ended = number
     for earlier in sorted(each for each in pod.running if each < number):
-        yield Ended(pod.name, earlier, from_outside=True)
+        yield Ended(pod.worker_id, earlier, from_outside=True)
     pod.running = {each for each in pod.running if each > number}
-    yield Ended(pod.name, number, is_from_outside(how.exit_code) and how.reason != "OOMKilled")
+    yield Ended(pod.worker_id, number, is_from_outside(how.exit_code) and how.reason != "OOMKilled")
 
 
 def _ends(pod: Pod) -> Iterator[tuple[int, Terminated]]:

@@ -10,6 +10,8 @@ from msgspec import Struct, field
 ROLE_LABEL = "pdserve.dev/role"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a taint
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+NODES = "pdserve.dev/nodes"  # an annotation: how many pods a worker has
+LEADER = "leaderworkerset.sigs.k8s.io/leader-name"  # an annotation of all but the first of them
 
 
 class Object(Struct, rename="camel", frozen=True):
@@ -68,6 +70,17 @@ class Pod(Object, frozen=True):
     @property
     def is_ready(self) -> bool:
         return has(self.status.conditions, "Ready")
+
+    @property
+    def group_size(self) -> int:
+        """How many pods have a part of its worker."""
+        given = self.metadata.annotations.get(NODES, "1")
+        return int(given) if given.isdecimal() else 1
+
+    @property
+    def leader(self) -> str:
+        """The first pod of its worker; empty: it is that itself."""
+        return self.metadata.annotations.get(LEADER, "")
 
 
 class Taint(Object, frozen=True):

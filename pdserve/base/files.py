@@ -64,16 +64,12 @@ def _read(path: Path, setting: str) -> tuple[bytes, int]:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
 
 
-def name_process(file: Path | None, incarnation: Incarnation, num_nodes: int = 1) -> None:
-    """Write the incarnation where whoever launched this process finds it after its end.
-
-    num_nodes: how many machines have a part of the process, each of which writes the same.
-    """
+def name_process(file: Path | None, incarnation: Incarnation) -> None:
+    """Write the incarnation where whoever launched this process finds it after its end."""
     if file is None:
         return
-    parts = f" {num_nodes}" if num_nodes > 1 else ""
     try:
-        file.write_text(f"{incarnation}{parts}\n", encoding="ascii")  # in place: on Kubernetes the file is a mount
+        file.write_text(f"{incarnation}\n", encoding="ascii")  # in place: on Kubernetes the file is a mount
     except OSError as error:
         raise ConfigError(f"termination_message_file: cannot write {file}: {error.strerror}") from error
 

@@ -3,8 +3,8 @@
 Invariant: a machine belongs to the worker from the answer to its greeting until its call ends. Once all have joined,
 none is replaced: the end of one is the end of the worker.
 
-The call is gRPC's, with the cluster's certificates and secret. Its pings are the machines' beat: a machine that answers
-none for 15 s, frozen or cut off, is one whose call has ended.
+The call is gRPC's, with the cluster's certificates and secret. Both ends beat: a machine from which nothing comes for
+15 s, frozen or cut off, counts as one whose call has ended.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -24,7 +24,7 @@ from pdserve import __version__
 from pdserve.base.errors import ConfigError, PeerFault, echo
 from pdserve.base.ids import Peer
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.executor.node_links import SOCKETS, carry, check_interface
+from pdserve.executor.node_links import BEAT_S, SILENT_S, SOCKETS, carry, check_interface
 from pdserve.net.credentials import Credentials
 from pdserve.net.rpc import abort, is_loopback, running
 from pdserve.proto.v1 import nodes_pb2 as wire
@@ -160,13 +160,28 @@ class NodeServicer(NodeServiceServicer):
             accepted.MergeFrom(self._accepted)
             await context.write(wire.JoinResponse(accepted=accepted))
             logger.info("node %d has joined, with ranks %s", greeting.node_rank, list(node.ranks))
-            async for _ in request_iterator:
-                self._on_leaving()
+            await self._hear(request_iterator, context)
+        except TimeoutError:
+            logger.warning("node %d is silent for %g s", greeting.node_rank, SILENT_S)
         finally:
             node.end()
             if not self.complete.is_set():
                 logger.warning("node %d has left before all have joined", greeting.node_rank)
                 del self._nodes[greeting.node_rank]
+
+    async def _hear(self, requests: AsyncIterator[wire.JoinRequest], context: JoinContext) -> None:
+        """Beat until a machine ends its call; TimeoutError where it is silent."""
+        beating = asyncio.create_task(_beat(context))
+        try:
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    request = await anext(requests)
+                if request.HasField("leaving"):
+                    self._on_leaving()
+        except StopAsyncIteration:
+            pass
+        finally:
+            beating.cancel()
 
     async def Carry(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request_iterator: AsyncIterator[wire.CarryRequest], context: CarryContext
@@ -185,6 +200,13 @@ class NodeServicer(NodeServiceServicer):
             self.complete.set()
         contents = (request.content async for request in request_iterator)
         await carry(theirs, contents, lambda content: context.write(wire.CarryResponse(content=content)))
+
+
+async def _beat(context: JoinContext) -> None:
+    with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):  # the call has ended
+        while True:
+            await context.write(wire.JoinResponse(beat=wire.NodeBeat()))
+            await asyncio.sleep(BEAT_S)
 
 
 async def _first(requests: AsyncIterator[_Request]) -> _Request:
@@ -207,7 +229,6 @@ async def gathering(
     accepted = wire.NodeAccepted(
         worker_id=me.worker_id,
         incarnation=me.incarnation,
-        num_nodes=config.nnodes,
         version=__version__,
         model=await asyncio.to_thread(lambda: checkpoint.fingerprint),
     )

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,7 +25,7 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.base.signals import CLOSING_S, drain_on_signals
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.executor.node_links import SOCKETS, carry, check_interface
+from pdserve.executor.node_links import BEAT_S, SILENT_S, SOCKETS, carry, check_interface
 from pdserve.executor.rank_frames import Setup
 from pdserve.executor.rank_process import start_rank
 from pdserve.net.certificates import Part
@@ -71,7 +72,7 @@ async def serve(config: WorkerNodeConfig) -> int:
             raise CommandError(
                 f"join_timeout_s: {address} took no node in within {config.join_timeout_s:g} s"
             ) from None
-        name_process(config.termination_message_file, Incarnation(accepted.incarnation), accepted.num_nodes)
+        name_process(config.termination_message_file, Incarnation(accepted.incarnation))
         logger.info("joined %s at %s, with ranks %s", accepted.worker_id, address, list(accepted.ranks))
         health.start(lambda: True)
         node = RunningNode(config, checkpoint.path, leader, accepted)
@@ -94,7 +95,7 @@ class RunningNode:
         status = 0
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(each) for each in (_until_lost(call), self._tell_leaving(call))]
+                beside = [tasks.create_task(each) for each in (_until_lost(call), self._beat(call))]
                 ranks = [tasks.create_task(self._run(rank)) for rank in self._accepted.ranks]
                 await asyncio.wait(ranks)
                 for each in beside:
@@ -134,9 +135,16 @@ class RunningNode:
         setup.model, setup.mover, setup.host = str(self._model), mover, self._config.handoff_host
         return setup
 
-    async def _tell_leaving(self, call: JoinCall) -> None:
-        await self.leaving.wait()
+    async def _beat(self, call: JoinCall) -> None:
+        """Tell the worker that this machine goes on, and once that it was asked to end."""
+        while not self.leaving.is_set():
+            await call.write(wire.JoinRequest(beat=wire.NodeBeat()))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.leaving.wait(), BEAT_S)
         await call.write(wire.JoinRequest(leaving=wire.NodeLeaving()))
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await call.write(wire.JoinRequest(beat=wire.NodeBeat()))
 
     def _end(self) -> None:
         for process in self._processes:
@@ -146,8 +154,14 @@ class RunningNode:
 
 
 async def _until_lost(call: JoinCall) -> None:
-    await call.read()
-    raise DeviceError("the worker's own process has ended")
+    """Raise DeviceError once the worker's own process has ended, or is silent."""
+    try:
+        while True:
+            async with asyncio.timeout(SILENT_S):
+                if await call.read() is grpc.aio.EOF:
+                    raise DeviceError("the worker's own process has ended")
+    except TimeoutError:
+        raise DeviceError(f"the worker's own process is silent for {SILENT_S:g} s") from None
 
 
 def _unknown(cause: BaseException) -> BaseException | None:

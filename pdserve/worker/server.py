@@ -89,7 +89,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
     check_addresses(config)
     check_network(config)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
-    name_process(config.termination_message_file, incarnation, config.nnodes)
+    name_process(config.termination_message_file, incarnation)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
     peer = Peer(WorkerId(config.worker_id), incarnation)
     register = _registration(config, incarnation)

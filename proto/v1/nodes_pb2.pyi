@@ -53,6 +53,7 @@ class JoinRequest(_message.Message):
 
     GREETING_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def greeting(self) -> Global___NodeGreeting:
         """Which machine it is, and what it has. The first message."""
@@ -61,17 +62,22 @@ class JoinRequest(_message.Message):
     def leaving(self) -> Global___NodeLeaving:
         """It was asked to end: the worker is to drain."""
 
+    @_builtins.property
+    def beat(self) -> Global___NodeBeat:
+        """It goes on."""
+
     def __init__(
         self,
         *,
         greeting: Global___NodeGreeting | None = ...,
         leaving: Global___NodeLeaving | None = ...,
+        beat: Global___NodeBeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["greeting", b"greeting", "kind", b"kind", "leaving", b"leaving"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "greeting", b"greeting", "kind", b"kind", "leaving", b"leaving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["greeting", b"greeting", "kind", b"kind", "leaving", b"leaving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "greeting", b"greeting", "kind", b"kind", "leaving", b"leaving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["greeting", "leaving"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["greeting", "leaving", "beat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -79,29 +85,35 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
-    """To a machine: the one answer to its greeting."""
+    """To a machine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     refused: _builtins.str
     """Why it is not. The call ends."""
     @_builtins.property
     def accepted(self) -> Global___NodeAccepted:
-        """It is one of the worker's machines now."""
+        """It is one of the worker's machines now. The first message, or:"""
+
+    @_builtins.property
+    def beat(self) -> Global___NodeBeat:
+        """The worker goes on."""
 
     def __init__(
         self,
         *,
         accepted: Global___NodeAccepted | None = ...,
         refused: _builtins.str = ...,
+        beat: Global___NodeBeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "kind", b"kind", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "kind", b"kind", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "kind", b"kind", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "kind", b"kind", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "refused", "beat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -163,6 +175,23 @@ class NodeLeaving(_message.Message):
 Global___NodeLeaving: _TypeAlias = NodeLeaving  # noqa: Y015
 
 @_typing.final
+class NodeBeat(_message.Message):
+    """Sent each second, both ways: who sends none for some seconds is frozen or cut off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeBeat: _TypeAlias = NodeBeat  # noqa: Y015
+
+@_typing.final
 class NodeAccepted(_message.Message):
     """What the machine is to run."""
 
@@ -171,7 +200,6 @@ class NodeAccepted(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    NUM_NODES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -181,8 +209,6 @@ class NodeAccepted(_message.Message):
     """The worker."""
     incarnation: _builtins.int
     """Of the worker's own process."""
-    num_nodes: _builtins.int
-    """How many machines the worker has."""
     version: _builtins.str
     """The release of pdserve of the worker's own process."""
     model: _builtins.str
@@ -197,14 +223,13 @@ class NodeAccepted(_message.Message):
         ticket: _builtins.bytes = ...,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
-        num_nodes: _builtins.int = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         version: _builtins.str = ...,
         model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "model", b"model", "num_nodes", b"num_nodes", "ranks", b"ranks", "ticket", b"ticket", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "model", b"model", "ranks", b"ranks", "ticket", b"ticket", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

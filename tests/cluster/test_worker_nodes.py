@@ -23,7 +23,7 @@ from pdserve.launch.plan import flag_arguments
 HOST = "127.0.0.1"
 FLAGS = {"rank_memory": "own", "dtype": "float32", "num_pages": 200}
 TWO_NODES = {"nnodes": 2, "tensor_parallel_size": 2}
-START_S, SILENT_S = 60, 40  # a frozen machine is noticed after 15 s; others use this one
+START_S, NOTICED_S = 60, 40  # a machine that is frozen counts as ended after 15 s
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,10 @@ def serving(folder: Path, model: Path) -> Iterator[TwoMachines]:
         yield machines
 
 
-@pytest.mark.parametrize("killed", ["node", "rank", "worker"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("killed", ["node", pytest.param("rank", marks=LONG), pytest.param("worker", marks=LONG)])
 def test_the_end_of_any_process_ends_the_worker_on_both_machines(model: Path, tmp_path: Path, killed: str) -> None:
     with serving(tmp_path, model) as machines:
         (rank,) = machines.ranks
@@ -108,7 +111,7 @@ def test_a_machine_that_is_frozen_is_noticed_and_ends_once_it_thaws(model: Path,
         if frozen == "worker":
             victim, other = other, victim
         victim.send_signal(signal.SIGSTOP)
-        assert other.wait(SILENT_S) == DEVICE_EXIT_STATUS
+        assert other.wait(NOTICED_S) == DEVICE_EXIT_STATUS
         assert victim.poll() is None
         assert rank.is_running() == (frozen == "node"), "a frozen machine ends nothing"
         victim.send_signal(signal.SIGCONT)
@@ -124,6 +127,7 @@ def test_a_machine_that_is_asked_to_end_lets_the_whole_worker_drain(model: Path,
         assert machines.node.wait(15) == 0
 
 
+@pytest.mark.long
 def test_a_machine_with_another_model_is_refused_and_the_worker_does_not_start(model: Path, tmp_path: Path) -> None:
     other = write_model("llama3", tmp_path / "other", num_hidden_layers=1)
     with two_machines(tmp_path, model, other, join_timeout_s=12.0) as machines:
