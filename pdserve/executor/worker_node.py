@@ -33,6 +33,7 @@ from pdserve.net.credentials import Credentials
 from pdserve.net.frames import packed, whole_frame
 from pdserve.net.health import answering
 from pdserve.net.rpc import identify, join_address
+from pdserve.observe.metrics_server import showing
 from pdserve.proto.v1 import nodes_pb2 as wire
 from pdserve.proto.v1.nodes_pb2_grpc import NodeServiceStub
 from pdserve.settings.config import WorkerConfig
@@ -63,7 +64,11 @@ async def serve(config: WorkerNodeConfig) -> int:
         num_processors=len(os.sched_getaffinity(0)),
     )
     address = join_address(config.master_addr, config.master_port)
-    async with answering(config) as health, credentials.channel(address, Part.WORKER) as channel:
+    async with (
+        answering(config) as health,
+        showing(config, lambda: (), credentials.identity),
+        credentials.channel(address, Part.WORKER) as channel,
+    ):
         leader = Leader(channel, credentials.secret, address)
         try:
             async with asyncio.timeout(config.join_timeout_s):

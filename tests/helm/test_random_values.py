@@ -52,7 +52,7 @@ def render(whole: Path, batch: list[Manifest]) -> dict[str, list[Manifest]]:
 def look_at(whole: Path, batch: list[Manifest], versions: list[str]) -> None:
     for name, manifests in render(whole, batch).items():
         values = batch[int(name[1:])]
-        assert sum(each["kind"] == "Deployment" for each in manifests) == 4 + has_frontends(values)
+        assert sum(each["kind"] in ("Deployment", "LeaderWorkerSet") for each in manifests) == 4 + has_frontends(values)
         assert [*dangling(manifests, {*texts(values)})] == []
         identities = [(each["kind"], each["metadata"]["name"]) for each in manifests]
         assert len({*identities}) == len(identities), identities

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from chart_cases import CASES, EVERYTHING
 from chart_references import dangling, texts
-from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered
+from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered, settings_of
 from kubernetes_schemas import problems
 from kubernetes_validate.utils import all_versions
 
@@ -17,6 +17,7 @@ from pdserve.autoscaler.schema import KubernetesActuator, Policy
 from pdserve.router.config import FrontendConfig, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig, WatcherConfig
 from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.worker_node import WorkerNodeConfig
 
 NEWEST = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-3:]  # each is listed twice
 NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time
@@ -27,7 +28,8 @@ def test_every_manifest_is_valid_for_the_newest_versions_of_kubernetes(name: str
     values, files = CASES[name]
     manifests = rendered(values, *files)
     components = {"router", "prefill", "decode", "autoscaler", *(["frontend"] if "frontends" in values else [])}
-    assert of_kind(manifests, "Deployment").keys() == {f"chat-pdserve-{component}" for component in components}
+    workloads = {*of_kind(manifests, "Deployment"), *of_kind(manifests, "LeaderWorkerSet")}
+    assert workloads == {f"chat-pdserve-{component}" for component in components}
     for version in NEWEST:
         for manifest in manifests:
             assert problems(manifest, version) == []
@@ -109,13 +111,19 @@ def test_a_pod_is_killed_half_a_minute_after_its_sleep_and_its_drain_end(name: s
     manifests = rendered(values, *files)
     for component, pod in pods(manifests).items():
         if component != "test":
-            (config,) = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"].values()
             hook = pod["containers"][0].get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
-            drain_s = yaml.safe_load(config)["drain_timeout_s"]
+            drain_s = yaml.safe_load(settings_of(manifests, component))["drain_timeout_s"]
             assert pod["terminationGracePeriodSeconds"] == hook["sleep"]["seconds"] + drain_s + 30
 
 
-CONFIGS = {"router": RouterConfig, "frontend": FrontendConfig, "prefill": WorkerConfig, "decode": WorkerConfig}
+CONFIGS = {
+    "router": RouterConfig,
+    "frontend": FrontendConfig,
+    "prefill": WorkerConfig,
+    "decode": WorkerConfig,
+    **dict.fromkeys(("prefill-node", "decode-node"), WorkerNodeConfig),
+}
+OPERATORS = {("autoscale", "run"): AutoscalerConfig, ("watch-pods",): WatcherConfig}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -127,11 +135,11 @@ def test_every_process_takes_the_settings_that_it_is_given(name: str, tmp_path: 
             continue
         (container,) = pod["containers"]
         command = container["command"][1:]
-        config = {("autoscale", "run"): AutoscalerConfig, ("watch-pods",): WatcherConfig}.get(tuple(command))
-        (text,) = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"].values()
+        config = OPERATORS.get(tuple(command))
         file = tmp_path / f"{component}.yaml"
-        file.write_text(text, encoding="utf-8")
-        given = dict(word[2:].split("=", 1) for word in container["args"])
+        file.write_text(settings_of(manifests, component), encoding="utf-8")
+        words = [word.replace("$(LWS_WORKER_INDEX)", "1") for word in container["args"]]
+        given = dict(word[2:].split("=", 1) for word in words)
         flags = {key.replace("-", "_"): value for key, value in given.items() if key != "config"}
         load_config(config or CONFIGS[component], file, flags)
 

@@ -101,5 +101,20 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "two-nodes": (
+        {
+            "tls.identity": {"from": "certManager", "issuerRef": _ISSUER},
+            "decode": {"nodes": 2, "replicas": 3, "config": {"log_level": "debug"}},
+        },
+        (),
+    ),
+    "two-nodes-hpa": (
+        {
+            "tls.identity": {"from": "certManager", "issuerRef": _ISSUER},
+            "workers": {"nodes": 2, "config": {"tensor_parallel_size": 4}, "extraArgs": ["--seed=1"]},
+            "autoscaling": {"by": "hpa", "follow": "waiting"},
+        },
+        (),
+    ),
     "everything": (EVERYTHING, ()),
 }

@@ -66,8 +66,29 @@ def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
     return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
 
 
+def templates_of(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Return the templates of all pods that workloads make, by component; of a worker's further pods COMPONENT-node."""
+    found = [each["spec"]["template"] for each in manifests if each["kind"] == "Deployment"]
+    groups = [each["spec"]["leaderWorkerTemplate"] for each in manifests if each["kind"] == "LeaderWorkerSet"]
+    found += [each["leaderTemplate"] for each in groups]
+    nodes = [each["workerTemplate"] for each in groups]
+    return {component_of(each): each for each in found} | {f"{component_of(each)}-node": each for each in nodes}
+
+
+def component_of(pod: Manifest) -> str:
+    named: str = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+    return named
+
+
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Return the specifications of all pods, by component."""
-    templates = [each["spec"]["template"] for each in manifests if each["kind"] == "Deployment"]
-    templates += [each for each in manifests if each["kind"] == "Pod"]
-    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"] for each in templates}
+    """Return the specifications of all pods, as `templates_of` names them."""
+    alone = {component_of(each): each for each in manifests if each["kind"] == "Pod"}
+    return {name: each["spec"] for name, each in (templates_of(manifests) | alone).items()}
+
+
+def settings_of(manifests: Sequence[Manifest], name: str) -> str:
+    """Return the YAML file of settings of such a pod's process."""
+    component = name.removesuffix("-node")
+    file = "node.yaml" if name != component else f"{component}.yaml"
+    text: str = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"][file]
+    return text

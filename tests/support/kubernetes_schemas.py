@@ -36,6 +36,8 @@ def _validator(api_version: str, kind: str, version: str) -> Any:  # noqa: ANN40
         return Draft202012Validator(_of_model(getattr(importlib.import_module(_MODELS[api_version]), kind)))
     if api_version == "gateway.networking.k8s.io/v1":
         return Draft202012Validator(_route())
+    if kind == "LeaderWorkerSet":
+        return Draft7Validator(_groups(version), registry=_definitions(version))
     if api_version == f"{GROUP}/{VERSION}":
         (known,) = definition()["spec"]["versions"]
         return Draft4Validator(known["schema"]["openAPIV3Schema"])
@@ -85,3 +87,31 @@ def _route() -> Manifest:
     )
     kinds = {"enum": ["GRPCRoute", "HTTPRoute"]}
     return _object("apiVersion", "kind", "metadata", "spec", apiVersion={}, kind=kinds, metadata={}, spec=spec)
+
+
+def _groups(version: str) -> Manifest:
+    """Return the schema of leaderworkerset.x-k8s.io/v1, as far as charts need it; pods are as in a Deployment."""
+    known = f"{_read(version, '_definitions.json')['$id']}#/$defs/io.k8s"
+    pod = {"$ref": f"{known}.api.core.v1.PodTemplateSpec"}
+    metadata = {"$ref": f"{known}.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
+    rolling = _object(maxUnavailable={"type": ["integer", "string"]}, maxSurge={"type": ["integer", "string"]})
+    rollout = _object("type", type={"enum": ["RollingUpdate"]}, rollingUpdateConfiguration=rolling)
+    restart = {"enum": ["RecreateGroupOnPodRestart", "None"]}
+    template = _object(
+        *("workerTemplate", "size"),
+        leaderTemplate=pod,
+        workerTemplate=pod,
+        size={"type": "integer", "minimum": 1},
+        restartPolicy=restart,
+    )
+    spec = _object(
+        "leaderWorkerTemplate",
+        replicas={"type": "integer", "minimum": 0},
+        leaderWorkerTemplate=template,
+        rolloutStrategy=rollout,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    )
+    version_of = {"enum": ["leaderworkerset.x-k8s.io/v1"]}
+    return _object(
+        "apiVersion", "kind", "metadata", "spec", apiVersion=version_of, kind={}, metadata=metadata, spec=spec
+    )

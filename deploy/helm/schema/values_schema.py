@@ -92,6 +92,7 @@ KEYS: dict[str, Schema] = {
     "replicas": integer(0),
     "models": {"type": "array", "maxItems": 64},
     "devices.count": integer(0),
+    "workers.nodes": integer(1, 64),
     "persistence.size": like(r"[1-9]\d{0,14}(k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"),
     "accessModes": {**list_of(one_of("ReadWriteMany", "ReadWriteOnce")), "minItems": 1},
     "extraArgs": list_of(parts.TEXT),

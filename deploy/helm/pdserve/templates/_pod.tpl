@@ -120,7 +120,8 @@ containers:
     resources: {{- include "pdserve.resources" (list $values .worker) | nindent 6 }}
     securityContext: {{- include "pdserve.containerSecurity" (and .worker $values.rdma.enabled $values.rdma.ipcLock) | nindent 6 }}
     volumeMounts:
-      - {name: config, mountPath: /etc/pdserve/{{ .component }}.yaml, subPath: {{ .component }}.yaml, readOnly: true}
+      {{- $file := .file | default .component }}
+      - {name: config, mountPath: /etc/pdserve/{{ $file }}.yaml, subPath: {{ $file }}.yaml, readOnly: true}
       {{- range $folder, $secret := .mounts }}
       - {name: {{ $folder }}, mountPath: /etc/pdserve/{{ $folder }}, readOnly: true}
       {{- end }}
