@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 from pdserve.base.errors import ConfigError
+from pdserve.kvtransfer.server import EVERYWHERE
 from pdserve.net.rpc import check_bind
 from pdserve.proto.v1 import nodes_pb2 as wire
 
 CHUNK_BYTES = 1 << 18
 BEAT_S, SILENT_S = 1.0, 15.0  # between two beats of a machine; without one, after which it counts as ended
 SOCKETS = (wire.RANK_SOCKET_STEPS, wire.RANK_SOCKET_ORDERS)
-EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 async def carry(

@@ -86,9 +86,7 @@ def store_for(channels: Sequence[Channel], limit_s: float) -> Iterator[c10d.Stor
 
 def _serve(channel: Channel, store: c10d.Store) -> None:
     call = StoreCall("")
-    with suppress(
-        OSError, EOFError, RuntimeError
-    ):  # it is gone, or another one is: whoever waits for its part finds out
+    with suppress(OSError, EOFError, RuntimeError):  # a rank is gone, as whoever waits for it finds out
         while call.name != "met":
             call = channel.receive(StoreCall)
             if call.name == "set":
