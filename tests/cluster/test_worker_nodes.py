@@ -20,7 +20,7 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.launch.folder import free_port
 from pdserve.launch.plan import flag_arguments
 
-HOST = "127.0.0.1"
+HOST, OTHER = "127.0.0.1", "127.0.0.3"  # of the worker, and of its second machine
 FLAGS = {"rank_memory": "own", "dtype": "float32", "num_pages": 200}
 TWO_NODES = {"nnodes": 2, "tensor_parallel_size": 2}
 START_S, NOTICED_S = 60, 40  # a machine that is frozen counts as ended after 15 s
@@ -38,7 +38,7 @@ def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_
 ) -> None:
     port, oracle = free_port(HOST), load_oracle(model)
     own = {"decode-0": {**TWO_NODES, "master_port": port}}
-    with worker_node(tmp_path, model, port) as node:
+    with worker_node(tmp_path, model, port, handoff_host=OTHER) as node:
         pools = Pools(("prefill-0",), ("decode-0",))
         with wired_cluster(tmp_path, model, pools, FLAGS, own_flags=own) as cluster:
             asked = [prompt(length, length) for length in (1, 16, 40, 130)]
@@ -49,6 +49,9 @@ def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_
             status = cluster.wait_for(is_idle, 5)
             assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
             (rank,) = ranks_of(node)
+            listening = {each.laddr.ip for each in rank.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+            assert OTHER in listening, "gloo listens on the address that was named"
+            assert listening <= {HOST, OTHER}, "UCX, on all addresses of the interface"
         assert node.wait(10) == 0, "it ends with the worker, which has drained"
         assert not rank.is_running()
 
