@@ -18,11 +18,14 @@ from pdserve.base.signals import end_served
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
+from pdserve.executor.followers import Followers
 from pdserve.executor.form import Form, Progress, check_inputs, load_form
+from pdserve.executor.joining import Nodes
+from pdserve.executor.node_ranks import join_group
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
-from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
+from pdserve.executor.rank_group import LOOPBACK, GroupRanks, device_of_rank, within
 from pdserve.executor.rank_memory import check_on_devices, device_pages
-from pdserve.executor.ranked import Followers, Leading, RankedExecutor
+from pdserve.executor.ranked import Leading, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
@@ -48,13 +51,22 @@ class Fitting:
 
 
 def load_on_devices(
-    config: WorkerConfig, form: Form, fitting: Fitting, thread: ThreadPoolExecutor, name: str, progress: Progress
+    config: WorkerConfig,
+    form: Form,
+    fitting: Fitting,
+    thread: ThreadPoolExecutor,
+    places: tuple[str, Nodes | None],
+    progress: Progress,
 ) -> tuple[Executor, KvLayout, Limits]:
-    """Start the other ranks, and load this one beside them. name: of the device, as routers know it."""
+    """Start the other ranks, and load this one beside them.
+
+    places: the name of the device, as routers know it, and the other machines, if the worker has several.
+    """
     check_on_devices(config.degrees, config.device, form.quantization)
-    ranks = GroupRanks(Rank.at(0, config.degrees), device_of_rank(config.device, 0, config.degrees.num_ranks))
-    layout = fitting.layout
-    followers = Followers(config, form, fitting.num_pages, layout, ranks)
+    (name, nodes), layout = places, fitting.layout
+    device = device_of_rank(config.device, 0, config.degrees.ranks_per_node)
+    ranks = GroupRanks(Rank.at(0, config.degrees), device, LOOPBACK if nodes is None else nodes.host)
+    followers = Followers(config, form, fitting.num_pages, layout, ranks, nodes)
     try:
         model = load_form(config, form, ranks.device, ranks, progress)
         check_inputs(config, model)
@@ -62,7 +74,7 @@ def load_on_devices(
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"), _ending_the_process():
             memory = followers.give_pages(num_pages)
-            ranks.join(followers.slots, config.stalled_step_s)
+            followers.join(ranks)
             runner = _runner(model, ranks, config, limits, (num_pages, memory))
             followers.end()
             runner.capture(Leading(runner, followers, followers.begin).run)
@@ -93,15 +105,15 @@ class DeviceFollower:
     def __init__(self, config: WorkerConfig, form: Form, fitting: Fitting, setup: Setup, channel: Channel) -> None:
         """Load it, and get ready beside the other ranks. channel: to rank 0."""
         self._index, self._channel = setup.index, channel
-        place = config.device, setup.index, setup.size
+        here = config.degrees.ranks_per_node
+        place = config.device, setup.index % here, here
         device = device_of_rank(*place)
         self._ends = ThreadPoolExecutor(1, "step-ends", device_of_rank, place)  # CUDA's device is a thread's own
-        ranks = GroupRanks(Rank.at(setup.index, config.degrees), device)
+        ranks = GroupRanks(Rank.at(setup.index, config.degrees), device, setup.host or LOOPBACK)
         model = load_form(config, form, device, ranks)
         channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))
         num_pages = channel.receive(Pages).num_pages
-        assert setup.slots is not None, "ranks on devices are on one machine"
-        ranks.join(setup.slots, config.stalled_step_s)
+        join_group(ranks, setup.slots, channel, config.stalled_step_s)
         assert isinstance(setup.pages, OwnPages), "ranks with devices have memory of their own"
         memory, self.region = device_pages(num_pages, setup.pages, device)
         self._runner = _runner(model, ranks, config, fitting.limits(num_pages), (num_pages, memory))

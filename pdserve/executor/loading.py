@@ -27,6 +27,7 @@ from pdserve.executor.draft_loading import (
     with_room,
 )
 from pdserve.executor.executor import Executor
+from pdserve.executor.followers import Followers
 from pdserve.executor.form import (
     DTYPES,
     KERNEL_DEVICES,
@@ -43,7 +44,7 @@ from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
 from pdserve.executor.rank_memory import own_layout, own_pages, rank_page_bytes, region_of
-from pdserve.executor.ranked import Followers, RankedExecutor
+from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
@@ -113,8 +114,8 @@ def _load(
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
-        fitting, name = fitting_of(config, checkpoint, layout, num_pages), _name_of_ranks(config)
-        return Loaded(*load_on_devices(config, form, fitting, thread, name, progress))
+        fitting, among = fitting_of(config, checkpoint, layout, num_pages), (_name_of_ranks(config), nodes)
+        return Loaded(*load_on_devices(config, form, fitting, thread, among, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
         limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
@@ -157,7 +158,7 @@ def _ranked(
         memory = RankPages(followers.memory, config.rank_memory == "own", are_recorded=nodes is None)
         runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory)
         followers.meet()
-        followers.join(num_pages)
+        followers.meet_nodes(num_pages)
         _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
         guessing = load_guessing(config, drafts, form, model, (num_pages, layout))
         drafter = drafter_of(guessing, runner, layout.page_size, limits)

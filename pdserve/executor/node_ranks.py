@@ -71,6 +71,16 @@ class ChannelStore(c10d.Store):
         return self._channel.receive(bytes)
 
 
+def join_group(ranks: GroupRanks, slots: int | None, channel: Channel, limit_s: float) -> None:
+    """Join the group of all ranks. slots: of memory that all have inherited; None: they are on several machines."""
+    if slots is not None:
+        ranks.join(slots, limit_s)
+        return
+    store = ChannelStore(channel)
+    ranks.meet(store, limit_s)
+    store.close()
+
+
 @contextmanager
 def store_for(channels: Sequence[Channel], limit_s: float) -> Iterator[c10d.Store]:
     """Serve a store to ranks for the length of the block, until each has met the others, or is gone."""

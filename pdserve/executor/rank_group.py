@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=365)
+LOOPBACK = "127.0.0.1"
 # torch's own threads would abort a process with another status than ours, or while a rank is only frozen. Whoever waits
 # for a step ends the worker. Images for training set some of these otherwise: ours count.
 TORCH_SETTINGS = {
@@ -49,8 +51,8 @@ class GroupRanks:
     On CPUs RuntimeError where another rank has ended, or takes longer than a limit. On GPUs a step waits for ever then.
     """
 
-    def __init__(self, rank: Rank, device: torch.device, host: str = "127.0.0.1") -> None:
-        """Compute on a device. `join` or `meet` comes before the first operation. host: where a CPU's gloo listens."""
+    def __init__(self, rank: Rank, device: torch.device, host: str = LOOPBACK) -> None:
+        """Compute on a device. `join` or `meet` comes before the first operation. host: where the group listens."""
         self.rank, self.device, self._host = rank, device, host
         self._group: Any = None  # torch's stubs lack what it can do
 
@@ -61,8 +63,8 @@ class GroupRanks:
     def meet(self, store: c10d.Store, limit_s: float) -> None:
         """Meet the others, in a store that all of them have."""
         limit = timedelta(seconds=limit_s)
-        is_gpu = self.device.type == "cuda"
-        self._group = _nccl(store, self.rank, limit) if is_gpu else _gloo(store, self.rank, limit, self._host)
+        make = _nccl if self.device.type == "cuda" else _gloo
+        self._group = make(store, self.rank, limit, self._host)
         self.all_reduce(torch.zeros(1, device=self.device))  # nothing is captured before all have met
         self.spread(torch.zeros(1, dtype=torch.int64, device=self.device))  # else NCCL sets it up at the first request
 
@@ -130,6 +132,14 @@ def within(limit_s: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
+def interface_of(host: str) -> str:
+    """Return the network interface that has an address; ConfigError where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if host in {each.address for each in addresses}:
+            return name
+    raise ConfigError(f"handoff_host: {host} is no address of an interface of this machine")
+
+
 def _gloo(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  # noqa: ANN401
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -139,9 +149,9 @@ def _gloo(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  #
     return gloo(store, rank.index, rank.size, options)
 
 
-def _nccl(store: c10d.Store, rank: Rank, limit: timedelta) -> Any:  # noqa: ANN401
+def _nccl(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  # noqa: ANN401
     os.environ.update(TORCH_SETTINGS)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # ranks are processes of one machine
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
     nccl: Any = c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = FOREVER

@@ -10,7 +10,7 @@ from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
 from pdserve.executor.loading import describe_layout, fitting_of
-from pdserve.executor.node_ranks import ChannelStore, NodeRanks
+from pdserve.executor.node_ranks import NodeRanks, join_group
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
 from pdserve.executor.rank_memory import mapped_pages, new_pages, own_layout, region_of
 from pdserve.executor.rank_sums import Ranks, ranks_of
@@ -73,14 +73,7 @@ def _load_on_cpu(
     pages = RankPages(memory, are_own=region is not None, are_recorded=ranks is not None)
     runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
     if ranks is None:
-        _meet(meeting, channel, config.stalled_step_s)
+        channel.send(Ended())
+        channel.receive(Pages)
+        join_group(meeting, None, channel, config.stalled_step_s)
     return runner, ranks or meeting, region
-
-
-def _meet(ranks: NodeRanks, channel: Channel, limit_s: float) -> None:
-    """Meet the ranks of other machines, once all have loaded."""
-    channel.send(Ended())
-    channel.receive(Pages)
-    store = ChannelStore(channel)
-    ranks.meet(store, limit_s)
-    store.close()

@@ -11,8 +11,6 @@ class OfWorker(Protocol):
     @property
     def degrees(self) -> Degrees: ...
     @property
-    def device(self) -> str: ...
-    @property
     def rank_memory(self) -> str: ...
     @property
     def dialect_port(self) -> int | None: ...
@@ -28,8 +26,6 @@ def nodes_problem(worker: OfWorker) -> str | None:
         return f"{named} is not served with pipeline stages, which pass on what they make in one machine's memory"
     if degrees.tensor % degrees.nodes:
         return f"{named}: tensor_parallel_size {degrees.tensor} gives them different numbers of ranks"
-    if worker.device not in ("auto", "cpu"):
-        return f"{named} is not served on {worker.device} yet: ranks of several machines were tried on CPUs alone"
     if worker.rank_memory != "own":
         return f"{named} needs rank_memory own: machines share no memory"
     if worker.dialect_port is not None:

@@ -56,6 +56,22 @@ def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_
         assert not rank.is_running()
 
 
+@pytest.mark.long
+def test_ranks_with_devices_on_two_machines_take_over_from_two_on_one(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": 2}
+    model, port = write_model("llama3", tmp_path / "model", **shape), free_port(HOST)
+    flags = {**FLAGS, "device": "interpreter", "tensor_parallel_size": 2, "max_num_seqs": 2, "page_size": 16}
+    own = {"decode-0": {"nnodes": 2, "master_port": port}}
+    with worker_node(tmp_path, model, port) as node:
+        pools = Pools(("prefill-0",), ("decode-0",))
+        with wired_cluster(tmp_path, model, pools, flags, own_flags=own) as cluster:
+            asked = prompt(40, 40)
+            answer = cluster.generate(greedy(asked, 8))
+            assert_right(load_oracle(model), asked, answer.tokens[0], 8)
+            assert answer.ledger.handoff_bytes > 0
+        assert node.wait(10) == 0
+
+
 @dataclass
 class TwoMachines:
     """A worker alone, without a router, and its second machine."""

@@ -39,6 +39,14 @@ def test_pods_of_a_group_find_each_other_with_the_same_port_secret_and_part() ->
     assert mounted[0] == mounted[1]
 
 
+def test_each_pod_of_a_group_has_devices_and_the_worker_a_rank_on_each() -> None:
+    manifests = rendered({**IDENTITY, "decode": {"nodes": 2, "devices": {"count": 4}}})
+    for name in ("decode", "decode-node"):
+        assert pods(manifests)[name]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    settings = yaml.safe_load(settings_of(manifests, "decode"))
+    assert (settings["device"], settings["tensor_parallel_size"], settings["nnodes"]) == ("cuda", 8, 2)
+
+
 def test_all_workers_of_a_cluster_keep_pages_alike_where_one_pool_has_groups() -> None:
     for values, kept in ((VALUES, "own"), ({}, None)):
         manifests = rendered(values)
@@ -72,7 +80,6 @@ def test_what_scales_a_pool_of_groups_scales_their_set(by: str) -> None:
     [
         ({**VALUES, "autoscaling.by": "pdserve"}, "decode.nodes: must be 1 where autoscaling.by is pdserve"),
         ({"decode.nodes": 2}, "tls.identity.from: must be secret or certManager where workers have several nodes"),
-        ({**IDENTITY, "decode": {"nodes": 2, "devices": {"count": 1}}}, "decode.devices.count: must be 0 where nodes"),
         (
             {**IDENTITY, "decode": {"nodes": 12, "strategy": {"type": "Recreate"}}},
             "decode.strategy.type: must be RollingUpdate where nodes is over 1",

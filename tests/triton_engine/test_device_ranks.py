@@ -29,8 +29,9 @@ from pdserve.engine.runner import EngineRunner
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
 from pdserve.executor import rank_group
+from pdserve.executor.followers import Followers
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
-from pdserve.executor.ranked import STUCK_S, Followers, Leading
+from pdserve.executor.ranked import STUCK_S, Leading
 from pdserve.kvtransfer.routes import Share
 from pdserve.model.weights import Rank
 from pdserve.protocol.sampling import SamplingParams

@@ -102,8 +102,6 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
         ({"tensor_parallel_size": 1}, "nnodes: 2: tensor_parallel_size 1 gives them different numbers of ranks"),
         ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, "nnodes: 2 is not served with pipeline stages"),
         ({"rank_memory": "shared"}, "nnodes: 2 needs rank_memory own: machines share no memory"),
-        ({"device": "cuda", "role": "mixed"}, "nnodes: 2 is not served on cuda yet"),
-        ({"device": "interpreter", "role": "mixed"}, "nnodes: 2 is not served on interpreter yet"),
         ({"dialect_port": 0}, "nnodes: 2 is not served with dialect_port yet"),
         ({"nnodes": 65}, "nnodes: .*less than or equal to 64"),
     ],

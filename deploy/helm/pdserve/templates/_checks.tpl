@@ -55,9 +55,9 @@
 {{- $problems = append $problems (printf "fullnameOverride: is required, because %s cannot be the name of a Service" (include "pdserve.name" .)) -}}
 {{- end -}}
 {{- range $pool := list "prefill" "decode" -}}
-{{- $given := (index $.Values.autoscaling.policy.pools $pool).devicesPerReplica }}{{ $count := (get $values $pool).devices.count -}}
-{{- if and $given $count (ne (int $given) (int $count)) -}}
-{{- $problems = append $problems (printf "autoscaling.policy.pools.%s.devicesPerReplica: is %d, and %s.devices.count is %d" $pool (int $given) $pool (int $count)) -}}
+{{- $given := (index $.Values.autoscaling.policy.pools $pool).devicesPerReplica }}{{ $count := (get $values $pool).devices.count }}{{ $nodes := int (get $values $pool).nodes -}}
+{{- if and $given $count (ne (int $given) (mul $nodes $count | int)) -}}
+{{- $problems = append $problems (printf "autoscaling.policy.pools.%s.devicesPerReplica: is %d, and %s.devices.count is %d%s" $pool (int $given) $pool (int $count) (gt $nodes 1 | ternary (printf " on %d nodes" $nodes) "")) -}}
 {{- end -}}
 {{- end -}}
 {{- $scaling := .Values.autoscaling -}}

@@ -5,7 +5,7 @@
 {{- $policy := deepCopy .Values.autoscaling.policy -}}
 {{- range $name, $pool := $policy.pools -}}
 {{- $values := include "pdserve.values" (list $ $name) | fromJson -}}
-{{- if and $values.devices.count (not (hasKey $pool "devicesPerReplica")) }}{{ $_ := set $pool "devicesPerReplica" $values.devices.count }}{{ end -}}
+{{- if and $values.devices.count (not (hasKey $pool "devicesPerReplica")) }}{{ $_ := set $pool "devicesPerReplica" (mul $values.devices.count $values.nodes) }}{{ end -}}
 {{- if and $values.drainTimeoutSeconds (not (hasKey $pool "drainTimeout")) }}{{ $_ := set $pool "drainTimeout" $values.drainTimeoutSeconds }}{{ end -}}
 {{- end -}}
 {{- toJson $policy -}}
