@@ -9,7 +9,7 @@
 {{- range include "pdserve.problemsOf" $root | fromJsonArray }}{{ if not (has . $shared) }}{{ $problems = append $problems (printf "models.%d.%s" $place .) }}{{ end }}{{ end -}}
 {{- end -}}
 {{- concat $problems (include "pdserve.modelsProblems" . | fromJsonArray) (include "pdserve.accountProblems" . | fromJsonArray) | toJson -}}
-{{- else }}{{ concat (include "pdserve.problemsOf" . | fromJsonArray) (include "pdserve.accountProblems" . | fromJsonArray) | toJson }}{{ end -}}
+{{- else }}{{ concat (include "pdserve.problemsOf" . | fromJsonArray) (include "pdserve.accountProblems" . | fromJsonArray) | uniq | toJson }}{{ end -}}
 {{- end }}
 
 {{/* Operators that have the account of other pods, of whichever model, as a JSON list. */}}
