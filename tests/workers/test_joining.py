@@ -228,6 +228,30 @@ async def echoed(worker: Worker, count: int) -> None:
             pass  # beats
 
 
+async def test_what_a_rank_says_last_arrives_before_the_end_of_its_socket(worker: Worker) -> None:
+    last = os.urandom(300_000)
+
+    async def end() -> None:
+        async with worker.dialled() as leader:
+            _, (steps, _) = await joined(worker, leader)
+            connected, rank = socket.socketpair()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(steps.carry(connected))
+                await asyncio.to_thread(rank.sendall, last)
+                rank.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(end())
+        async with worker.gathering() as nodes:
+            assert nodes is not None
+            _, steps, orders = nodes.start(1)
+            steps.settimeout(20)
+            assert await asyncio.to_thread(read, steps, len(last) + 1) == last
+            await ending
+            steps.close()
+            orders.close()
+
+
 def read(connected: socket.socket, count: int) -> bytes:
     received = bytearray()
     while len(received) < count and (part := connected.recv(1 << 16)):

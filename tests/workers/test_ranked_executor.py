@@ -22,7 +22,7 @@ from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
-from pdserve.executor import loading, local, ranked
+from pdserve.executor import loading, local, rank_process, ranked
 from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Step, plan_of, step_of
 from pdserve.executor.threads import given_environment
@@ -347,7 +347,7 @@ def test_ranks_of_which_one_alone_has_the_compiled_library_do_not_load(
     others = {**given_environment(), "CC": "/nonexistent"} if first_has_library else given_environment()
     if not first_has_library:
         lose_library(monkeypatch)
-    monkeypatch.setattr(ranked, "given_environment", lambda: others)
+    monkeypatch.setattr(rank_process, "given_environment", lambda: others)
     problem = f"rank 1: RuntimeError: rank 0 has {'a' if first_has_library else 'no'} compiled library"
     with pytest.raises(DeviceError, match=problem), executor_of(config_of(tmp_path)):
         pass
