@@ -14,7 +14,7 @@ from model_zoo import write_model
 from pdserve.engine.gpu_memory import GROUP_BYTES, step_bytes
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
-from pdserve.executor import ranked
+from pdserve.executor import followers
 from pdserve.executor.device_ranks import DeviceFollower, Fitting, load_on_devices
 from pdserve.executor.form import choose_form, load_form
 from pdserve.executor.loading import describe_layout, fitting_of
@@ -68,15 +68,15 @@ def test_all_ranks_have_as_many_pages_as_fit_on_the_device_with_the_least_room(
     first, second = (replace(fitting, room=lambda _, room=room: room) for room in rooms)
     started: list[ThreadOfRank] = []
 
-    def start(*_: int) -> tuple[ThreadOfRank, Channel]:
+    def start(*_: int | None) -> tuple[ThreadOfRank, socket.socket]:
         own, theirs = socket.socketpair()
         started.append(ThreadOfRank(theirs, config, second))
-        return started[0], Channel(own)
+        return started[0], own
 
-    monkeypatch.setattr(ranked, "_started", start)
+    monkeypatch.setattr(followers, "start_rank", start)
     monkeypatch.setattr(CudaRunner, "capture", lambda runner, run: None)
     with ThreadPoolExecutor(1) as thread:
-        executor, _, _ = load_on_devices(config, form, first, thread, "device", lambda _: None)
+        executor, _, _ = load_on_devices(config, form, first, thread, ("device", None), lambda _: None)
         (follower,) = started[0].made
         assert executor.region.num_pages == follower.region.num_pages == 9
         executor.close()

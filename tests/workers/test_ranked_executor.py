@@ -22,7 +22,7 @@ from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
-from pdserve.executor import loading, local, rank_process, ranked
+from pdserve.executor import followers, loading, local, rank_process
 from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Step, plan_of, step_of
 from pdserve.executor.threads import given_environment
@@ -82,7 +82,7 @@ def with_guesses(executor: Executor) -> list[int]:
 def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks be on a machine without a compiler."""
     monkeypatch.setenv("CC", "/nonexistent")  # of other ranks
-    for module in ("executor.form", "executor.rank_sums", "executor.ranked", "model.loading", "engine.runner"):
+    for module in ("executor.form", "executor.rank_sums", "executor.followers", "model.loading", "engine.runner"):
         monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
 
 
@@ -296,15 +296,15 @@ def test_a_stage_that_has_begun_a_step_ahead_is_known_to_be_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else `close` would wait for one that is stuck."""
-    were_waiting, end = list[bool](), ranked.Followers.end
+    were_waiting, end = list[bool](), followers.Followers.end
 
-    def noted_end(followers: ranked.Followers, limit_s: float | None = None) -> list[int]:
-        were_waiting.append(followers.are_waiting)
-        return end(followers, limit_s)
+    def noted_end(told: followers.Followers, limit_s: float | None = None) -> list[int]:
+        were_waiting.append(told.are_waiting)
+        return end(told, limit_s)
 
     monkeypatch.setattr(loading, "Runner", Watching)
     with executor_of(config_of(tmp_path, by=PIPELINE)) as executor:
-        monkeypatch.setattr(ranked.Followers, "end", noted_end)
+        monkeypatch.setattr(followers.Followers, "end", noted_end)
         plans = [StepPlan((Chunk((1, 2, 3), 0, (PageId(page),), (spec(),)),)) for page in (3, 5)]
         for step in [executor.start(plan) for plan in plans]:
             step.result(60)
@@ -333,7 +333,7 @@ def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypa
 
 
 def test_a_rank_that_does_not_load_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranked, "LOAD_S", 0.05)  # less than it takes to start Python
+    monkeypatch.setattr(followers, "LOAD_S", 0.05)  # less than it takes to start Python
     config = config_of(tmp_path)
     with pytest.raises(DeviceError, match="rank 1: it waits for another one, or is stopped"):
         build_engine(config, open_model(config), b"secret", lambda _: None)
