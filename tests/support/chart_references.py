@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from helm_chart import Manifest, of_kind, templates_of
+from helm_chart import Manifest, named_templates, of_kind
 
 
 def texts(values: Any) -> Iterator[str]:  # noqa: ANN401 - values of the chart
@@ -17,7 +17,7 @@ def texts(values: Any) -> Iterator[str]:  # noqa: ANN401 - values of the chart
 
 def dangling(manifests: list[Manifest], given: Collection[str]) -> Iterator[str]:
     """Yield each name of an object, or of a port, that nothing has. `given`: names that the values have."""
-    pods = [*templates_of(manifests).values()]
+    pods = [template for _, template in named_templates(manifests)]
     for pod in pods:
         yield from _volumes(manifests, pod, given)
     for name, service in of_kind(manifests, "Service").items():

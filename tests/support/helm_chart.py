@@ -66,13 +66,20 @@ def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
     return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
 
 
-def templates_of(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Return the templates of all pods that workloads make, by component; of a worker's further pods COMPONENT-node."""
+def named_templates(manifests: Sequence[Manifest]) -> list[tuple[str, Manifest]]:
+    """Return the templates of all pods that workloads make, each with its component.
+
+    Further pods of a worker are called COMPONENT-node.
+    """
     found = [each["spec"]["template"] for each in manifests if each["kind"] == "Deployment"]
     groups = [each["spec"]["leaderWorkerTemplate"] for each in manifests if each["kind"] == "LeaderWorkerSet"]
-    found += [each["leaderTemplate"] for each in groups]
-    nodes = [each["workerTemplate"] for each in groups]
-    return {component_of(each): each for each in found} | {f"{component_of(each)}-node": each for each in nodes}
+    first = [(component_of(each), each) for each in [*found, *[each["leaderTemplate"] for each in groups]]]
+    return first + [(f"{component_of(each['workerTemplate'])}-node", each["workerTemplate"]) for each in groups]
+
+
+def templates_of(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Return these templates of a release with one model by their names."""
+    return dict(named_templates(manifests))
 
 
 def component_of(pod: Manifest) -> str:
@@ -81,7 +88,7 @@ def component_of(pod: Manifest) -> str:
 
 
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Return the specifications of all pods, as `templates_of` names them."""
+    """Return the specifications of all pods, as `named_templates` names them."""
     alone = {component_of(each): each for each in manifests if each["kind"] == "Pod"}
     return {name: each["spec"] for name, each in (templates_of(manifests) | alone).items()}
 
