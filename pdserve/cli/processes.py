@@ -86,6 +86,7 @@ def _serving(settings: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]
 def worker_node(config: ConfigFile = None, **flags: object) -> None:
     """Run the ranks of one machine of a worker that has ranks on several; `pdserve worker` is on another one."""
     settings = settings_of(WorkerNodeConfig, config, flags)
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # for its ranks: as for a worker
     from pdserve.executor.worker_node import serve
 
     run_process(serve, settings)

@@ -14,10 +14,15 @@ if TYPE_CHECKING:
     from pdserve.kernels.attention import AttentionSpec
 
 
+def choose_interpreter(device: Device) -> None:
+    """Let Triton interpret its kernels where a device is none, before they are imported."""
+    if device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 def check_kernels(device: Device, model: ModelConfig, page_size: int, dtype: torch.dtype) -> "list[AttentionSpec]":
     """Return what attention is asked to do; ConfigError if the kernels do not serve a model, or pages of this size."""
-    if device == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+    choose_interpreter(device)
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
     from pdserve.engine.states_triton import states_spec  # noqa: PLC0415

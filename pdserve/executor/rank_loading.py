@@ -9,6 +9,7 @@ from pdserve.engine.runner import RankPages, Runner
 from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
+from pdserve.executor.kernel_checks import choose_interpreter
 from pdserve.executor.loading import describe_layout, fitting_of
 from pdserve.executor.node_ranks import NodeRanks, join_group
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
@@ -30,6 +31,7 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, num_head_layers=setup.num_head_layers))
     form = choose_form(config, checkpoint, setup.weights_hash)
     if config.device in KERNEL_DEVICES:
+        choose_interpreter(config.device)
         model = form.checkpoint.config
         described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)
         layout = own_layout(model, described, config.degrees)
