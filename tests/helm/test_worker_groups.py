@@ -40,8 +40,8 @@ def test_pods_of_a_group_find_each_other_with_the_same_port_secret_and_part() ->
 
 
 def test_each_pod_of_a_group_has_devices_and_the_worker_a_rank_on_each() -> None:
-    budget = {"autoscaling.policy.budget.maxDevices": 64}
-    manifests = rendered({**IDENTITY, **budget, "decode": {"nodes": 2, "devices": {"count": 4}}})
+    policy = {"autoscaling.policy": {"budget": {"maxDevices": 64}, "roleSwitch": {"enabled": False}}}
+    manifests = rendered({**IDENTITY, **policy, "decode": {"nodes": 2, "devices": {"count": 4}}})
     for name in ("decode", "decode-node"):
         assert pods(manifests)[name]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
     settings = yaml.safe_load(settings_of(manifests, "decode"))
