@@ -20,7 +20,6 @@ from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
 from pdserve.executor.followers import Followers
 from pdserve.executor.form import Form, Progress, check_inputs, load_form
-from pdserve.executor.joining import Nodes
 from pdserve.executor.node_ranks import join_group
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
 from pdserve.executor.rank_group import LOOPBACK, GroupRanks, device_of_rank, within
@@ -34,6 +33,7 @@ from pdserve.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.engine.runner_cuda import CudaRunner
+    from pdserve.executor.joining import Nodes
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def load_on_devices(
     form: Form,
     fitting: Fitting,
     thread: ThreadPoolExecutor,
-    places: tuple[str, Nodes | None],
+    places: "tuple[str, Nodes | None]",
     progress: Progress,
 ) -> tuple[Executor, KvLayout, Limits]:
     """Start the other ranks, and load this one beside them.

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import Tensor
@@ -14,7 +15,6 @@ from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
-from pdserve.executor.joining import Nodes, RemoteRank
 from pdserve.executor.node_ranks import NodeRanks, store_for
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, step_of
 from pdserve.executor.rank_group import GroupRanks
@@ -27,6 +27,9 @@ from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from pdserve.executor.joining import Nodes, RemoteRank
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class Followers:
         num_pages: int | None,
         layout: KvLayout,
         own: GroupRanks | None = None,
-        nodes: Nodes | None = None,
+        nodes: "Nodes | None" = None,
     ) -> None:
         """Start them; they load their parts meanwhile.
 

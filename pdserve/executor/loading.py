@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,7 +39,6 @@ from pdserve.executor.form import (
     choose_kv_code,
     load_form,
 )
-from pdserve.executor.joining import Nodes
 from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
@@ -57,7 +57,11 @@ from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
 
+if TYPE_CHECKING:
+    from pdserve.executor.joining import Nodes
+
 MAX_CHARACTERS = 100
+Places = tuple[Seat | None, "Nodes | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def load(
     checkpoint: Checkpoint,
     progress: Progress,
     seat: Seat | None = None,
-    nodes: Nodes | None = None,
+    nodes: "Nodes | None" = None,
 ) -> Loaded:
     """Load the weights and set up the pages. Takes seconds to minutes: not for an event loop. Close the executor."""
     thread = ThreadPoolExecutor(1, "engine")
@@ -86,11 +90,7 @@ def load(
 
 
 def _load(
-    config: WorkerConfig,
-    checkpoint: Checkpoint,
-    progress: Progress,
-    places: tuple[Seat | None, Nodes | None],
-    thread: ThreadPoolExecutor,
+    config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, places: Places, thread: ThreadPoolExecutor
 ) -> Loaded:
     seat, nodes = places
     device = engine_device(config)
@@ -144,7 +144,7 @@ def _ranked(
     config: WorkerConfig,
     forms: tuple[Form, Drafts],
     sizes: tuple[KvLayout, Limits, int],
-    nodes: Nodes | None,
+    nodes: "Nodes | None",
     thread: ThreadPoolExecutor,
     progress: Progress,
 ) -> RankedExecutor:

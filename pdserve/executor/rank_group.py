@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
@@ -132,12 +131,13 @@ def within(limit_s: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def interface_of(host: str) -> str:
-    """Return the network interface that has an address; ConfigError where none has."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if host in {each.address for each in addresses}:
-            return name
-    raise ConfigError(f"handoff_host: {host} is no address of an interface of this machine")
+def _interfaces_of(host: str) -> str:
+    """Return the network interfaces that an address belongs to, as NCCL takes them."""
+    if host == LOOPBACK:
+        return "lo"
+    from pdserve.kvtransfer.backends.ucx import Network  # noqa: PLC0415 - ranks of one machine have no need of it
+
+    return Network(host).settings()["UCX_NET_DEVICES"]
 
 
 def _gloo(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  # noqa: ANN401
@@ -151,7 +151,7 @@ def _gloo(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  #
 
 def _nccl(store: c10d.Store, rank: Rank, limit: timedelta, host: str) -> Any:  # noqa: ANN401
     os.environ.update(TORCH_SETTINGS)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_interfaces_of(host)}")
     nccl: Any = c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = FOREVER

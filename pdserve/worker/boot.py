@@ -6,6 +6,7 @@ Opens the checkpoint, has it loaded, schedules its pages, and starts the library
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from pdserve.base.errors import ConfigError, not_installed
 from pdserve.base.ids import Peer
@@ -16,7 +17,6 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import KERNEL_DEVICES, Progress
-from pdserve.executor.joining import Nodes
 from pdserve.executor.loading import load
 from pdserve.executor.threads import Seat
 from pdserve.kvtransfer.backends.backend import Backend
@@ -30,6 +30,9 @@ from pdserve.net.rpc import split_address
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.settings.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from pdserve.executor.joining import Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def build_engine(
     secret: bytes,
     progress: Progress,
     seat: Seat | None = None,
-    nodes: Nodes | None = None,
+    nodes: "Nodes | None" = None,
 ) -> Engine:
     """Load the model, and set up a scheduler for its pages. Takes seconds to minutes: not for an event loop."""
     with ExitStack() as failed:
