@@ -288,9 +288,13 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
     for name in names:
         monkeypatch.setenv(name, "eth0" if name == "NCCL_SOCKET_IFNAME" else "3")
     store = c10d.FileStore(str(tmp_path / "store"), 2)
-    made = rank_group._nccl(store, Rank(1, 2), rank_group.FOREVER)
+    made = rank_group._nccl(store, Rank(1, 2), rank_group.FOREVER, rank_group.LOOPBACK)
     assert made.given == (1, 2, rank_group.FOREVER)
     assert made.settings == {**dict.fromkeys(names, "0"), "NCCL_SOCKET_IFNAME": "eth0"}, "the interface set stays"
+    for host in (rank_group.LOOPBACK, "127.0.0.3"):
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+        made = rank_group._nccl(store, Rank(1, 2), rank_group.FOREVER, host)
+        assert made.settings["NCCL_SOCKET_IFNAME"] == "=lo", "that of the address"
 
 
 @pytest.mark.parametrize(
