@@ -40,6 +40,8 @@ def _kernel_digests(view: Tensor, first_word: int) -> TakeDigests:
     stream = torch.cuda.Stream(view.device, priority=-1) if view.device.type == "cuda" else None
 
     def digests(pages: Pages) -> tuple[int, ...]:
+        if stream is not None:
+            torch.cuda.set_device(view.device)  # else leaving its stream makes a context on the first GPU
         with torch.cuda.stream(stream):
             ids = torch.tensor(pages, dtype=torch.int64, device=view.device)
             found = page_digests(view, ids, first_word).tolist()

@@ -72,8 +72,9 @@ def _end_all(owner: str, session: Session | None) -> None:
             with _running(process_id) as process:
                 if process is not None and _is_of(process_id, owner, session):
                     is_over = False
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                    select.select([process], [], [])
+                    with suppress(ProcessLookupError):  # it has just been reaped
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
+                    _has_ended(process, timeout_ms=None)
 
 
 @contextmanager
@@ -85,9 +86,15 @@ def _running(process_id: int) -> Iterator[int | None]:
         yield None
         return
     try:
-        yield None if select.select([descriptor], [], [], 0)[0] else descriptor
+        yield None if _has_ended(descriptor, timeout_ms=0) else descriptor
     finally:
         os.close(descriptor)
+
+
+def _has_ended(process: int, timeout_ms: int | None) -> bool:
+    end = select.poll()
+    end.register(process, select.POLLIN)
+    return bool(end.poll(timeout_ms))
 
 
 def _is_of(process_id: int, owner: str, session: Session | None) -> bool:

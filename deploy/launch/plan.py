@@ -83,8 +83,14 @@ class ClusterSpec:
         """Return what is given for a worker of a role. If one role's have several GPUs each, all keep pages alike."""
         given = {key: value for key, value in self.worker_flags.items() if value is not None}
         roles = {each: {**self.role_flags.get(each, {}), **given} for each in (*WORKER_ROLES, role)}
-        unasked = {"rank_memory": "own"} if any(map(is_own_unasked, roles.values())) else {}
+        unasked = {"rank_memory": "own"} if any(is_own_unasked(roles[each]) for each in self._roles) else {}
         return {**unasked, **roles[role]}
+
+    @property
+    def _roles(self) -> list[Role]:
+        """Return which workers there may be."""
+        counts = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.MIXED: self.num_mixed}
+        return [role for role, count in counts.items() if count or self.most_workers > self.num_workers]
 
     def __post_init__(self) -> None:
         for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():
@@ -112,9 +118,7 @@ class ClusterSpec:
     @property
     def reads_weights(self) -> bool:
         """Return whether workers on this machine load weights from the model's files."""
-        counts = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.MIXED: self.num_mixed}
-        is_read = (self.flags_of(role).get("load_format") != "dummy" for role, count in counts.items() if count)
-        return not self.elsewhere and any(is_read)
+        return not self.elsewhere and any(self.flags_of(role).get("load_format") != "dummy" for role in self._roles)
 
     @property
     def num_workers(self) -> int:

@@ -46,6 +46,8 @@ class NixlBackend:
 
         `has_thread`: whether NIXL gets a thread of its own; by default it does where pages are in the host's memory.
         """
+        if region.gpu is not None:
+            bind_thread(region.gpu)  # UCX looks for its ways to a GPU where one is current
         self.region = region  # stays alive while UCX may read it
         self._has_thread = region.gpu is None if has_thread is None else has_thread
         own = "" if region.share is None else f"-{region.share.layers}-{region.share.heads}"

@@ -138,7 +138,8 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     if worker.rank_memory == "own":
         check_on_devices(choices.degrees, device, quantization)
         layout = own_layout(config, layout, choices.degrees)
-        rank_page = _largest_page(layout, choices.degrees) if device == "cuda" else 0
+        has_devices = device == "cuda" and choices.degrees.num_ranks > 1
+        rank_page = _largest_page(layout, choices.degrees) if has_devices else 0
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)

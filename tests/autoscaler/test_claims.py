@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from pdserve.launch.claim import OWNER, Claim, Session
 
 ME = "the-owner"
@@ -70,3 +72,18 @@ def test_a_process_that_has_got_the_number_of_a_former_one_is_let_be(tmp_path: P
         (tmp_path / "lock").write_text(f"{session.leader} {session.started}")
         claimed(tmp_path / "lock")
         assert process.poll() == -signal.SIGKILL, "and the same one, with its own time, is ended"
+
+
+def test_a_process_that_is_reaped_as_it_is_about_to_be_killed_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(WAITING, **{OWNER: ME}) as process:
+        send = signal.pidfd_send_signal
+
+        def reaped_first(descriptor: int, number: signal.Signals) -> None:
+            process.kill()
+            process.wait()
+            send(descriptor, number)
+
+        monkeypatch.setattr(signal, "pidfd_send_signal", reaped_first)
+        claimed(tmp_path / "lock")

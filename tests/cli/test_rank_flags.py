@@ -1,5 +1,7 @@
 """`pdserve up --prefill-tp`, `--decode-pp` and so on: ranks and pipeline stages of the workers of a role."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.base.errors import ConfigError
@@ -46,3 +48,5 @@ def test_workers_of_one_gpu_keep_pages_as_those_of_several_do(flags: dict[str, o
     several = ClusterSpec("m", "m", worker_flags=flags, role_flags={Role.DECODE: {"tensor_parallel_size": 2}})
     assert [several.flags_of(role).get("rank_memory") for role in (Role.PREFILL, Role.DECODE)] == [memory, memory]
     assert ClusterSpec("m", "m", worker_flags=flags).flags_of(Role.PREFILL) == flags
+    none_of_them = replace(several, role_flags={Role.MIXED: {"tensor_parallel_size": 2}})
+    assert none_of_them.flags_of(Role.PREFILL) == flags, "there are no mixed workers"

@@ -5,7 +5,6 @@ It must draw the tokens of the CPU's engine, and pages must arrive as they were 
 
 import json
 import queue
-import random
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -43,11 +42,13 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.protocol.page_tables import Pages
 from pdserve.protocol.paging import Paging
 
 if TYPE_CHECKING:
     from pdserve.executor.executor import Executor
     from pdserve.kvtransfer.doors import ReceiverMessage
+    from pdserve.kvtransfer.ranked_mover import AnyMover
     from pdserve.settings.config import WorkerConfig
 
 FAMILY = "llama 9/3"
@@ -136,25 +137,42 @@ def _scheduler() -> Scheduler:
 def _pages_arrive(
     configs: "tuple[WorkerConfig, WorkerConfig]", executors: "tuple[Executor, Executor]"
 ) -> Iterator[Row]:
-    """Copy pages from the ranks to the one, and back to other pages; compare digests."""
-    from pdserve.kvtransfer.session import of_parts  # noqa: PLC0415 - needs what may be missing
+    """Copy pages of the texts from the ranks to the one, and from there to others of the ranks; compare digests.
+
+    A copy counts if the pages that it is to fill differed before, as a copy to other pages has told.
+    """
     from pdserve.worker.boot import build_mover  # noqa: PLC0415
 
     peers = [Peer(WorkerId(config.worker_id), Incarnation(1)) for config in configs]
     stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
-    handoff, rng = AttemptKey(RequestId(bytes(16)), Attempt(0)), random.Random(0)
     with ExitStack() as open_movers:
         movers = [
             open_movers.enter_context(closing(build_mover(*given, stopped.put, b"secret")))
             for given in zip(configs, peers, executors, strict=True)
         ]
-        pages = tuple(map(PageId, rng.sample(range(CHECK_PAGES), 16)))
-        for source, target, num_parts in ((0, 1, NUM_RANKS), (1, 0, 1)):
+        written, blank, other = (
+            tuple(map(PageId, range(first, first + 8))) for first in (0, CHECK_PAGES - 8, CHECK_PAGES - 16)
+        )
+        for source, target, num_parts, pages in ((0, 1, NUM_RANKS, written), (1, 0, 1, blank)):
             movers[source].attach(peers[target], movers[target].describe())
-            movers[source].write(peers[target], handoff, pages[:8], pages[8:])
-            ends = [stopped.get(timeout=COPY_S).event for _ in range(num_parts)]
-            lost = [end.reason for end in ends if end.digests is None]
-            wrong = lost or movers[target].first_mismatch(pages[8:], of_parts([end.digests for end in ends]))
-            note = f"8 pages from {num_parts} ranks: {'differ' if wrong is not None else 'arrived'} {lost}"
-            yield Row(f"pages, {num_parts} -> {3 - num_parts} ranks", note=note, failed=wrong is not None)
-            pages = (*pages[8:], *pages[:8])
+            reach = movers[source], peers[target]
+            digests, lost = _copied(reach, pages, other, [stopped] * num_parts)
+            was_there = not lost and movers[target].first_mismatch(blank, digests) != 0
+            digests, lost = (digests, lost) if lost else _copied(reach, pages, blank, [stopped] * num_parts)
+            wrong = lost or was_there or movers[target].first_mismatch(blank, digests) is not None
+            note = f"8 pages from {num_parts} ranks: {'differ' if wrong else 'arrived'} {lost}"
+            yield Row(f"pages, {num_parts} -> {3 - num_parts} ranks", note=note, failed=bool(wrong))
+
+
+def _copied(
+    reach: "tuple[AnyMover, Peer]", pages: Pages, to: Pages, ends_of: "list[queue.SimpleQueue[ReceiverMessage]]"
+) -> tuple[tuple[int, ...], list[str]]:
+    """Copy pages to a peer's; return their digests, and why parts of the copy were lost. ends_of: of each part."""
+    from pdserve.kvtransfer.session import of_parts  # noqa: PLC0415 - needs what may be missing
+
+    mover, peer = reach
+    mover.write(peer, AttemptKey(RequestId(bytes(16)), Attempt(0)), pages, to)
+    ends = [each.get(timeout=COPY_S).event for each in ends_of]
+    if lost := [end.reason for end in ends if end.digests is None]:
+        return (), lost
+    return of_parts([end.digests for end in ends if end.digests is not None]), []

@@ -4,16 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from model_zoo import write_model
 
 from pdserve.base.clock import new_incarnation
 from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId, Peer, WorkerId
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.executor.loading import page_digest
-from pdserve.executor.rank_memory import own_layout
+from pdserve.executor import rank_memory
+from pdserve.executor.loading import describe_layout, page_digest
+from pdserve.executor.rank_memory import own_layout, own_pages, region_of
 from pdserve.kvtransfer.region import decode_ranks
 from pdserve.kvtransfer.routes import Share
+from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.settings.degrees import Degrees
@@ -122,3 +125,19 @@ def test_workers_with_shared_and_with_own_memory_are_not_paired(tmp_path: Path) 
     assert problems == ["page_digest: xxh3 != xxh3_runs", "page_digest: splitmix64 != splitmix64_runs"]
     assert pairs[0][1].difference(pairs[1][1]) == "page_digest: xxh3_runs != splitmix64_runs"
     assert not pairs[0][1].is_convertible
+
+
+def test_memory_on_a_device_is_a_region_with_the_ranks_share_and_its_place_in_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = worker(write_model("llama3", tmp_path), **TWO)
+    config = open_checkpoint(tmp_path).config
+    layout = own_layout(config, describe_layout(config, "", 16, "float32", "cuda"), two.degrees)
+    own = own_pages(Rank.at(1, two.degrees), layout)
+    asked: list[object] = []
+    monkeypatch.setattr(rank_memory, "device_region", lambda *given: asked.append(given))
+    region_of(torch.zeros(3 * own.page_bytes, dtype=torch.uint8, device="meta"), own)
+    ((view, share, whole),) = asked
+    assert tuple(view.shape) == (3, own.page_bytes)
+    assert (share, whole) == (Share((0, config.num_layers), (1, 2)), Share((0, config.num_layers), (0, 2)))
+    assert layout.page_digest == "splitmix64_runs"
