@@ -30,18 +30,25 @@ def workers_of(nodes: RayNodes) -> dict[str, psutil.Process]:
     }
 
 
+def num_ranks_beside(nodes: RayNodes) -> int:
+    """Return how many processes of ranks there are beside those of workers."""
+    return sum("pdserve.executor.rank" in process.cmdline() for process in nodes.all_processes())
+
+
 def incarnations(cluster: LiveCluster) -> dict[str, int]:
     return {each.registration.worker_id: each.registration.incarnation for each in cluster.status().workers}
 
 
+@pytest.mark.parametrize("ranks", [(), ("--tensor-parallel-size", "2", "--rank-memory", "own", "--dtype", "float32")])
 def test_a_killed_actor_comes_back_with_its_worker_and_the_end_leaves_nothing(
-    nodes: RayNodes, model: Path, tmp_path: Path
+    nodes: RayNodes, model: Path, tmp_path: Path, ranks: tuple[str, ...]
 ) -> None:
-    flags = ("--on", "ray", "--address", nodes.address, "--num-pages", "64")
+    flags = ("--on", "ray", "--address", nodes.address, "--num-pages", "64", *ranks)
     with live_cluster(tmp_path, model, *flags) as cluster:
         answer = cluster.generate(greedy(PROMPT, 8)).tokens
         before, workers = incarnations(cluster), workers_of(nodes)
         assert before.keys() == workers.keys() == {"prefill-0", "decode-0"}
+        assert num_ranks_beside(nodes) == (2 if ranks else 0)
         actor = workers["decode-0"].parent()
         assert actor is not None
         actor.kill()
@@ -55,3 +62,4 @@ def test_a_killed_actor_comes_back_with_its_worker_and_the_end_leaves_nothing(
         assert incarnations(cluster)["prefill-0"] == before["prefill-0"]
         assert cluster.generate(greedy(PROMPT, 8)).tokens == answer
     assert not workers_of(nodes)
+    assert not num_ranks_beside(nodes)
