@@ -126,9 +126,11 @@ def _keep_policy(values: Manifest) -> None:
     if _may_be_empty(policy) and _keeps_a_replica(merged(values)["autoscaling"]):
         values["autoscaling"].pop("policy", None)
     if counts != {0}:
+        nodes = min(2, *[merged(values)[pool]["nodes"] for pool in POOLS])  # as many for both, within the usual budget
         for part in ("workers", *POOLS):
             values.get(part, {}).pop("devices", None)
             values.setdefault(part, {}).setdefault("devices", {})["count"] = 1
+            values[part]["nodes"] = nodes
         values.get("autoscaling", {}).pop("policy", None)
 
 
