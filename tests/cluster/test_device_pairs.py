@@ -12,7 +12,7 @@ from wired_cluster import Pools, wired_cluster
 ON_CPU: Mapping[str, object] = {}
 ONE: Mapping[str, object] = {"device": "interpreter"}
 TWO: Mapping[str, object] = {**ONE, "tensor_parallel_size": 2}
-SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 128, "num_pages": 64, "dtype": "float32"}
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_pages": 64, "dtype": "float32"}
 
 pytestmark = pytest.mark.slow
 
