@@ -135,11 +135,13 @@ def test_means_give_the_vectors_of_transformers_though_prefixes_are_cached(
 
 def test_cached_prefixes_are_used_for_last_tokens(client: openai.OpenAI, oracle: PreTrainedModel) -> None:
     (long,) = texts(1, seed=2, lengths=(700,))
+    cached = []
     for number in range(4):
         tokens = [*long, 7 + number]
         given = client.embeddings.create(model="", input=tokens)
         assert cosine(given.data[0].embedding, states(oracle, tokens)[-1]) >= SAME
-    assert (given.usage.model_extra or {})["prompt_tokens_details"]["cached_tokens"] == 688
+        cached.append((given.usage.model_extra or {})["prompt_tokens_details"]["cached_tokens"])
+    assert sorted(cached) in ([0, 0, 688, 688], [0, 688, 688, 688]), "each of two workers computes it once at most"
     ledger = (given.model_extra or {})["pdserve"]
     assert ledger["prefill_worker"].startswith("prefill-")
     assert (ledger["decode_worker"], ledger["handoff_bytes"]) == ("", 0)
