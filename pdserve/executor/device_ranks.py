@@ -73,9 +73,8 @@ def load_on_devices(
         num_pages = min(fitting.num_pages or fitting.room(model), *followers.meet())
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"), _ending_the_process():
-            memory = followers.give_pages(num_pages)
-            followers.join(ranks)
-            runner = _runner(model, ranks, config, limits, (num_pages, memory))
+            followers.join(ranks, num_pages)
+            runner = _runner(model, ranks, config, limits, (num_pages, followers.make_pages(num_pages)))
             followers.end()
             runner.capture(Leading(runner, followers, followers.begin).run)
         executor = RankedExecutor(runner, followers, thread, name, config.test_step_s)

@@ -121,12 +121,13 @@ class Followers:
     def meet_nodes(self, num_pages: int) -> None:
         """Let ranks of several machines' CPUs meet once all have loaded; others share memory from the start."""
         if isinstance(self.ranks, NodeRanks):
-            self._tell(num_pages)
-            self.join(self.ranks)
+            self.join(self.ranks, num_pages)
             self.end(self._limit_s)
 
-    def join(self, ranks: GroupRanks) -> None:
-        """Let this rank join the group, which others join beside it."""
+    def join(self, ranks: GroupRanks, num_pages: int) -> None:
+        """Let all join a group, this rank as well. Behind that the others make so many pages on their devices."""
+        for _, channel in self._children:
+            channel.send(Pages(num_pages))
         if self._nodes is None:
             ranks.join(self.slots, self._limit_s)
             return
@@ -136,18 +137,10 @@ class Followers:
         except RuntimeError as error:
             raise DeviceError(f"ranks of several machines do not meet: {error}") from error
 
-    def give_pages(self, num_pages: int) -> Tensor:
-        """Let all make so many pages on their devices, and join the group, as this rank does beside them.
-
-        Returns the memory of this rank's.
-        """
-        self._tell(num_pages)
+    def make_pages(self, num_pages: int) -> Tensor:
+        """Return memory for so many pages of this rank, on its device."""
         memory, self.region = device_pages(num_pages, self._owns[0], self.ranks.device)
         return memory
-
-    def _tell(self, num_pages: int) -> None:
-        for _, channel in self._children:
-            channel.send(Pages(num_pages))
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
