@@ -13,8 +13,9 @@ ended once it has in each of them. While one of these pods has not shown that, i
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from pdserve.base.processes import is_from_outside
+from pdserve.base.processes import is_from_outside, name_of_life
 from pdserve.base.values import value
 from pdserve.kubernetes.objects import Pod, Terminated
 
@@ -22,6 +23,7 @@ MARGIN_S = 30.0  # beyond a pod's grace period: until a kubelet has seen that th
 GAP_S = 40.0  # without a renewal, after which a node counts as silent; kubelets renew each 10 s
 MAX_GONE = 1024  # pods of which no end is proved
 FIRST = ""  # in place of the uid of a group's first pod
+_Process = tuple[str, int]  # the name of a group's first pod, and the incarnation
 
 
 @value
@@ -43,10 +45,9 @@ class _Known:
     leader: str = ""  # the first pod of its group, if that is another one
     group_size: int = 1
 
-    @property
-    def worker_id(self) -> str:
-        """Return the name of its worker. Names of groups' pods are used again, so their uid is a part of it."""
-        return self.name if self.group_size == 1 else f"{self.name}.{self.uid}"
+    def worker_id(self, incarnation: int) -> str:
+        """Return the name that a process has to routers. One of a group has a name of its own: see `name_of_life`."""
+        return self.name if self.group_size == 1 else name_of_life(f"{self.name}.{self.uid}", incarnation)
 
 
 @dataclass(slots=True)
@@ -64,15 +65,24 @@ class Ends:
     def __init__(self) -> None:
         self._pods: dict[str, _Known] = {}  # by uid
         self._nodes: dict[str, _Answering] = {}
-        self._parts: OrderedDict[tuple[str, int], dict[str, Ended]] = OrderedDict()  # of groups' processes, by pod
+        self._parts: OrderedDict[_Process, dict[str, Ended]] = OrderedDict()  # of groups' processes, by pod
+        self._members: OrderedDict[_Process, frozenset[str]] = OrderedDict()  # pods that run them, as far as is known
 
     def attached(self, incarnation: int, launch_id: str) -> None:
         """Note a process that is attached to a router; its launch_id is its pod's uid."""
         pod = self._pods.get(launch_id)
         if pod is None:
             return
-        others = [each for each in self._pods.values() if each.leader == pod.name and each.gone_s is None]
-        for each in (pod, *(others if pod.group_size > 1 else ())):
+        running = [pod]
+        process = pod.name, incarnation
+        if pod.group_size > 1 and pod.gone_s is None and process not in self._members:
+            # All have joined it, and none is replaced. Who takes a name later runs another process.
+            others = {uid: each for uid, each in self._pods.items() if each.leader == pod.name and each.gone_s is None}
+            if len(others) == pod.group_size - 1:
+                self._members[process] = frozenset((FIRST, *others))
+                running += others.values()
+                _bound(self._members)
+        for each in running:
             if incarnation > each.last_ended:
                 each.running.add(incarnation)
 
@@ -150,7 +160,8 @@ class Ends:
         """Note that these pods are proved to have ended; return their processes."""
         gone = [self._pods.pop(uid) for uid in sorted(uids & self._pods.keys())]
         ends = [
-            (pod, [Ended(pod.worker_id, number, from_outside=True) for number in sorted(pod.running)]) for pod in gone
+            (pod, [Ended(pod.worker_id(number), number, from_outside=True) for number in sorted(pod.running)])
+            for pod in gone
         ]
         return [ended for pod, own in ends for ended in self._whole(pod, own)]
 
@@ -160,15 +171,22 @@ class Ends:
             return ends
         whole = []
         for ended in ends:
-            key = pod.leader or pod.name, ended.incarnation
-            parts = self._parts.setdefault(key, {})
+            process = pod.leader or pod.name, ended.incarnation
+            parts, members = self._parts.setdefault(process, {}), self._members.get(process)
             parts[pod.uid if pod.leader else FIRST] = ended
-            if FIRST in parts and len(parts) == pod.group_size:  # the others end because one does
+            # Where the process was not seen attached, containers that name it are all there is to count.
+            if FIRST in parts and (parts.keys() >= members if members else len(parts) == pod.group_size):
+                # One may have ended from outside, and the others because of that.
                 whole.append(replace(parts[FIRST], from_outside=any(each.from_outside for each in parts.values())))
-                del self._parts[key]
-        while len(self._parts) > MAX_GONE:
-            self._parts.popitem(last=False)
+                del self._parts[process]
+                self._members.pop(process, None)
+        _bound(self._parts)
         return whole
+
+
+def _bound(noted: "OrderedDict[_Process, Any]") -> None:
+    while len(noted) > MAX_GONE:
+        noted.popitem(last=False)
 
 
 def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
@@ -177,9 +195,9 @@ def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
         return
     pod.last_ended = number
     for earlier in sorted(each for each in pod.running if each < number):
-        yield Ended(pod.worker_id, earlier, from_outside=True)
+        yield Ended(pod.worker_id(earlier), earlier, from_outside=True)
     pod.running = {each for each in pod.running if each > number}
-    yield Ended(pod.worker_id, number, is_from_outside(how.exit_code) and how.reason != "OOMKilled")
+    yield Ended(pod.worker_id(number), number, is_from_outside(how.exit_code) and how.reason != "OOMKilled")
 
 
 def _ends(pod: Pod) -> Iterator[tuple[int, Terminated]]:

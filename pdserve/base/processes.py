@@ -34,6 +34,15 @@ def is_from_outside(status: int) -> bool:
     return (status if status >= 0 else exit_status(-status)) in from_outside
 
 
+def name_of_life(worker_id: str, incarnation: int) -> str:
+    """Return the name of one process of a worker that several machines' processes are, and that others start.
+
+    Nobody who starts one of them knows that all former ones have ended. So no process has a successor of its name: that
+    would be taken for the proof.
+    """
+    return f"{worker_id}.{incarnation:016x}"
+
+
 class _Last(NamedTuple):
     """The last process of a name that has attached."""
 

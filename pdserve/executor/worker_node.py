@@ -77,7 +77,6 @@ async def serve(config: WorkerNodeConfig) -> int:
             raise CommandError(
                 f"join_timeout_s: {address} took no node in within {config.join_timeout_s:g} s"
             ) from None
-        name_process(config.termination_message_file, Incarnation(accepted.incarnation))
         logger.info("joined %s at %s, with ranks %s", accepted.worker_id, address, list(accepted.ranks))
         health.start(lambda: True)
         node = RunningNode(config, checkpoint.path, leader, accepted)
@@ -117,6 +116,8 @@ class RunningNode:
         """Run a rank until its sockets are closed. DeviceError where it fails."""
         steps, orders = [await self._leader.open(self._accepted.ticket, rank, kind) for kind in SOCKETS]
         setup = msgspec.msgpack.decode(await steps.first_message(), type=Setup)
+        # Now all have joined, and none is replaced: another process here is none of the worker's.
+        name_process(self._config.termination_message_file, Incarnation(self._accepted.incarnation))
         driven, theirs = socket.socketpair()
         with theirs:
             process, connected = start_rank(theirs.fileno())

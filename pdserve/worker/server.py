@@ -13,7 +13,7 @@ from pdserve.base.collector import freeze_objects
 from pdserve.base.errors import DeviceError
 from pdserve.base.files import name_process
 from pdserve.base.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, Peer, WorkerId
-from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.base.processes import DEVICE_EXIT_STATUS, name_of_life
 from pdserve.base.signals import drain_on_signals
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.executor.joining import gathering
@@ -88,8 +88,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
     """Run a worker until it has drained: after a signal to stop, when a router asks for it, or by its own decision."""
     check_addresses(config)
     check_network(config)
-    incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
-    name_process(config.termination_message_file, incarnation)
+    config, incarnation = _named(config)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
     peer = Peer(WorkerId(config.worker_id), incarnation)
     register = _registration(config, incarnation)
@@ -98,23 +97,24 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         listener = Listener(inbox, group)
         end = partial(end_process, DISMISSED_EXIT_STATUS)
         links = Links(config.routers, credentials, register, listener, end, own.address)
-        linking = group.create_task(links.run(), name="links")
+        whole = asyncio.Event()
+        linking = group.create_task(_link(links, config.nnodes, whole), name="links")
         checkpoint = await asyncio.to_thread(open_model, config)
         drain = partial(inbox.put, DrainAsked(is_final=True))
         joined = gathering(config, peer, checkpoint, credentials, drain)
         listener.open_grammars(_grammars(checkpoint, inbox))
         progress = _progress(links, register)
         nodes = await closing.enter_async_context(joined)
+        whole.set()
         with ending_on_broken_device():
             secret = credentials.secret
             engine = await asyncio.to_thread(build_engine, config, checkpoint, secret, progress, seat, nodes)
-        executor = engine.executor
-        closing.push_async_callback(asyncio.to_thread, executor.close)
+        closing.push_async_callback(asyncio.to_thread, engine.executor.close)
         _describe(engine, register)
         if not config.test_step_s:
             scheduler = engine.scheduler
             with ending_on_broken_device():
-                trial = await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, executor.start)
+                trial = await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, engine.executor.start)
             for each in trial:
                 write_cost(each.step, each.elapsed_s, register.trial_steps.add())
                 scheduler.speculation.observe(each.step, each.elapsed_s)
@@ -136,14 +136,31 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 # First: from `ready` on routers place here, also while they know no load.
                 worker.outbox.beat(worker.core.load(), 0)
                 links.update()
-                executor.take_memory()
+                engine.executor.take_memory()
                 health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
-                await WorkerLoop(worker.core, executor.start, inbox, worker.outbox, clock, config.stalled_step_s).run()
+                limit_s, start = config.stalled_step_s, engine.executor.start
+                await WorkerLoop(worker.core, start, inbox, worker.outbox, clock, limit_s).run()
                 links.finish()
                 await linking
                 listener.close()
     logger.info("drained")
+
+
+def _named(config: WorkerConfig) -> tuple[WorkerConfig, Incarnation]:
+    """Name this process: where its container's end is seen, and to routers."""
+    incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
+    name_process(config.termination_message_file, incarnation)
+    if config.nnodes > 1 and config.launch_id:
+        config = config.model_copy(update={"worker_id": name_of_life(config.worker_id, incarnation)})
+    return config, incarnation
+
+
+async def _link(links: Links, nnodes: int, whole: asyncio.Event) -> None:
+    """Attach once this process proves the end of the one before: on all machines, whose ranks have joined by then."""
+    if nnodes > 1:
+        await whole.wait()
+    await links.run()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_cluster import greedy, is_idle
+from live_cluster import all_ready, greedy, is_idle
 from looking import until
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from wired_cluster import Pools, wired_cluster
@@ -70,6 +70,29 @@ def test_ranks_with_devices_on_two_machines_take_over_from_two_on_one(tmp_path: 
             assert_right(load_oracle(model), asked, answer.tokens[0], 8)
             assert answer.ledger.handoff_bytes > 0
         assert node.wait(10) == 0
+
+
+@pytest.mark.long
+def test_the_next_process_of_a_worker_attaches_once_its_machines_have_joined(model: Path, tmp_path: Path) -> None:
+    ports = free_port(HOST), free_port(OTHER)
+    own = {"decode-0": {**TWO_NODES, "master_port": ports[0]}}
+    with worker_node(tmp_path, model, ports[0]) as node, worker_node(tmp_path, model, ports[1]) as later:
+        later.send_signal(signal.SIGSTOP)
+        pools = Pools(("prefill-0",), ("decode-0",))
+        with wired_cluster(tmp_path, model, pools, FLAGS, own_flags=own) as cluster:
+            wiring = cluster.wiring
+            process, former = wiring.started["decode-0"]
+            node.kill()
+            assert process.wait(NOTICED_S) == DEVICE_EXIT_STATUS
+            wiring.start_again("decode-0", master_port=ports[1])
+            until(lambda: wiring.log_of("decode-0").count("other nodes join at") == 2, START_S)
+            attached = [each.registration.incarnation for each in cluster.status().workers]
+            assert wiring.started["decode-0"][1].incarnation not in attached, "the former one may still write"
+            later.send_signal(signal.SIGCONT)
+            cluster.wait_for(all_ready(2), START_S)
+            assert wiring.started["decode-0"][1].incarnation != former.incarnation
+            asked = prompt(40, 40)
+            assert_right(load_oracle(model), asked, cluster.generate(greedy(asked, 8)).tokens[0], 8)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pdserve.kubernetes.ends import MARGIN_S, Ended, Ends
 from pdserve.kubernetes.objects import LEADER, NODES, Pod
 
 GRACE_S = 30.0
-WORKER = "decode-0.u0"  # the name of a group's first pod is used again, so its uid is a part of the worker's name
+WORKER = "decode-0.u0.0000000000000005"  # no process of a group has the name of another one
 
 
 def pod(place: int, code: int | None = None, incarnation: int = 5, uid: str = "") -> Pod:
@@ -90,5 +90,27 @@ def test_ends_of_a_later_process_of_the_same_names_do_not_complete_those_of_an_e
     assert [each for one in again for each in ends.changed(one)] == []
     ends.attached(9, "v0")
     later = [ends.changed(pod(place, 71, 9, f"v{place}")) for place in range(3)]
-    assert later == [[], [], [Ended("decode-0.v0", 9, from_outside=False)]]
+    assert later == [[], [], [Ended("decode-0.v0.0000000000000009", 9, from_outside=False)]]
     assert ends.proved({"u2"}) == [Ended(WORKER, 5, from_outside=True)]
+
+
+def test_a_pod_that_takes_the_name_of_a_lost_one_is_no_part_of_the_process_that_ran_there() -> None:
+    ends = serving()
+    assert [each for place in (0, 1, 2) for each in ends.removed(pod(place), 0.0)] == []
+    again = [pod(place, uid=f"v{place}") for place in range(3)]
+    assert [each for one in again for each in ends.changed(one)] == []
+    ends.attached(5, "u0")  # a router is cut off, and still has it
+    assert [each for place in (1, 2) for each in ends.changed(pod(place, 71, 9, f"v{place}"))] == []
+    assert ends.proved({"u0"}) == [], "u1 and u2 are on silent nodes, and may still write"
+    assert ends.proved({"u1"}) == []
+    assert ends.proved({"u2"}) == [Ended(WORKER, 5, from_outside=True)]
+
+
+def test_a_pod_that_left_before_all_had_joined_and_joined_again_counts_once() -> None:
+    ends = Ends()
+    ends.listed([pod(place) for place in range(3)], 0.0)
+    assert ends.changed(pod(1, 1, 4)) == []  # of an earlier process; its container runs again
+    assert ends.changed(pod(1)) == []
+    ends.attached(5, "u0")
+    assert [each for place in (0, 2) for each in ends.changed(pod(place, 71))] == []
+    assert ends.changed(pod(1, 71)) == [Ended(WORKER, 5, from_outside=False)]
