@@ -139,8 +139,9 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 engine.executor.take_memory()
                 health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
-                limit_s, start = config.stalled_step_s, engine.executor.start
-                await WorkerLoop(worker.core, start, inbox, worker.outbox, clock, limit_s).run()
+                await WorkerLoop(
+                    worker.core, engine.executor.start, inbox, worker.outbox, clock, config.stalled_step_s
+                ).run()
                 links.finish()
                 await linking
                 listener.close()

@@ -74,9 +74,11 @@ def test_ranks_with_devices_on_two_machines_take_over_from_two_on_one(tmp_path: 
 
 @pytest.mark.long
 def test_the_next_process_of_a_worker_attaches_once_its_machines_have_joined(model: Path, tmp_path: Path) -> None:
-    ports = free_port(HOST), free_port(OTHER)
-    own = {"decode-0": {**TWO_NODES, "master_port": ports[0]}}
-    with worker_node(tmp_path, model, ports[0]) as node, worker_node(tmp_path, model, ports[1]) as later:
+    ports = free_port(HOST), free_port(HOST)
+    own, secret = {"decode-0": {**TWO_NODES, "master_port": ports[0]}}, {"secret_file": tmp_path / "secret"}
+    beside = tmp_path / "later"
+    beside.mkdir()
+    with worker_node(tmp_path, model, ports[0]) as node, worker_node(beside, model, ports[1], **secret) as later:
         later.send_signal(signal.SIGSTOP)
         pools = Pools(("prefill-0",), ("decode-0",))
         with wired_cluster(tmp_path, model, pools, FLAGS, own_flags=own) as cluster:
