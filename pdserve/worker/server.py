@@ -112,12 +112,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         closing.push_async_callback(asyncio.to_thread, engine.executor.close)
         _describe(engine, register)
         if not config.test_step_s:
-            scheduler = engine.scheduler
-            with ending_on_broken_device():
-                trial = await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, engine.executor.start)
-            for each in trial:
-                write_cost(each.step, each.elapsed_s, register.trial_steps.add())
-                scheduler.speculation.observe(each.step, each.elapsed_s)
+            await _try_steps(engine, register)
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
@@ -155,6 +150,16 @@ def _named(config: WorkerConfig) -> tuple[WorkerConfig, Incarnation]:
     if config.nnodes > 1 and config.launch_id:
         config = config.model_copy(update={"worker_id": name_of_life(config.worker_id, incarnation)})
     return config, incarnation
+
+
+async def _try_steps(engine: Engine, register: link.Register) -> None:
+    """Compute the steps after which all is compiled; routers are told what they cost."""
+    scheduler = engine.scheduler
+    with ending_on_broken_device():
+        trial = await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, engine.executor.start)
+    for each in trial:
+        write_cost(each.step, each.elapsed_s, register.trial_steps.add())
+        scheduler.speculation.observe(each.step, each.elapsed_s)
 
 
 async def _link(links: Links, nnodes: int, whole: asyncio.Event) -> None:
