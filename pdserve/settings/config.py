@@ -308,7 +308,7 @@ class WorkerConfig(ServingConfig):
         beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": method}
         beside |= {"role": self.role.value, "attention_backend": self.attention_backend}
         if guessed is not None:
-            problem = problem or guessed.problem(self.device, self.degrees, kv_dtype)
+            problem = problem or guessed.problem(self.device, self.degrees, kv_dtype, self.attention_backend)
         problem = problem or rank_memory_problem(self.rank_memory, self.degrees, beside)
         if problem := problem or nodes_problem(self):
             raise ValueError(problem)

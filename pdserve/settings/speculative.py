@@ -53,7 +53,7 @@ class SpeculativeConfig(BaseModel):
         """Whether guesses are looked up in tokens; else a model makes them."""
         return self.method in _PREFIXES.values()
 
-    def problem(self, device: str, degrees: Degrees, kv_cache_dtype: str) -> str | None:
+    def problem(self, device: str, degrees: Degrees, kv_cache_dtype: str, attention_backend: str) -> str | None:
         """Return why workers like this do not guess so, or None."""
         if degrees.pipeline > 1:
             return "speculative_config: pipeline stages verify no guesses yet"
@@ -62,6 +62,8 @@ class SpeculativeConfig(BaseModel):
             return f"speculative_config.method: {self.method} is not served beside several ranks of device {device} yet"
         if kv_cache_dtype != "auto" and not self.looks_up:
             return f"speculative_config.method: {self.method} is not served with kv_cache_dtype {kv_cache_dtype}"
+        if attention_backend == "flashinfer" and self.method in ("eagle3", "mtp"):
+            return f"attention_backend: flashinfer is not served with speculative_config.method {self.method} yet"
         return None
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from pdserve.worker.boot import build_engine, open_model
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
 DRAFT = '{"method": "draft_model", "model": "x"}'
+HEAD = DRAFT.replace("draft_model", "eagle3")
 MTP = '{"method": "mtp"}'
 
 
@@ -65,6 +66,14 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
             "speculative_config.method: draft_model is not served beside several ranks of device interpreter",
         ),
         (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
+        *(
+            (
+                given,
+                {"device": "cuda", "attention_backend": "flashinfer"},
+                "attention_backend: flashinfer is not served",
+            )
+            for given in (HEAD, MTP)
+        ),
         ('{"prompt_lookup_min": 9}', {}, "prompt-lookup-min: 9 is over prompt_lookup_max 8"),
         (NGRAM, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
     ],
