@@ -49,7 +49,7 @@ UNROUNDED = (
     ".kv_b_proj.weight",  # expands latents: products take its parts in bfloat16
 )
 EMBEDDING = "model.embed_tokens.weight"
-VOCABULARY = (EMBEDDING, "lm_head.weight")
+VOCABULARY = (EMBEDDING, EMBEDDING.removeprefix("model."), "lm_head.weight")  # heads have the second
 
 
 def file_digest(path: Path) -> str:

@@ -31,10 +31,17 @@ from pdserve.model.mtp import MtpHead
 from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import Device, WorkerConfig
+from pdserve.settings.degrees import Degrees
 from pdserve.settings.speculative import SpeculativeConfig
 
 _KEY = "speculative_config.model"
-_COMPUTED = 2  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
+_COMPUTED = 3  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
+
+_COMPARED = (  # of a model in several ranks: type and codes beside which a head guesses what it does beside one
+    *((dtype, "none") for dtype in ("float32", "bfloat16", "float16")),
+    *((dtype, codes) for dtype in ("float32", "bfloat16") for codes in ("int8", "int4")),
+    *(("bfloat16", codes) for codes in ("fp8", "awq")),
+)
 
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 Guessing = Model | Eagle3Head | MtpHead  # loaded
@@ -61,10 +68,32 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         if given.method == "eagle3":
             head = open_head(path, checkpoint.config)
             _check_kernels(config, head.config.model, checkpoint)
-            return head if config.degrees.tensor == 1 else head.with_embedding_of(checkpoint)
+            return head
         return _opened(config, path, checkpoint, weights_hash)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
+
+
+def choose_forms(config: WorkerConfig, checkpoint: Checkpoint) -> tuple[Form, Drafts]:
+    """Return the forms of a worker's model and of what guesses for it; ConfigError if there are none."""
+    drafts = open_drafts(config, checkpoint)
+    form = choose_form(config, with_room(checkpoint, drafts))
+    return form, among_ranks(drafts, config.degrees, form.checkpoint, form.dtype, form.quantization)
+
+
+def among_ranks(
+    drafts: Drafts, degrees: Degrees, checkpoint: Checkpoint, dtype: str, quantization: ChosenQuantization
+) -> Drafts:
+    """Return what guesses as the first of a model's ranks has it; ConfigError where no test has compared it so.
+
+    checkpoint, dtype, quantization: of the model, whose whole embedding a head takes.
+    """
+    if degrees.tensor == 1 or not isinstance(drafts, HeadFiles):
+        return drafts
+    if (dtype, quantization) not in _COMPARED:
+        form = f"dtype {dtype} and quantization {quantization}"
+        raise ConfigError(f"speculative_config.method: eagle3 is not served beside several ranks with {form} yet")
+    return drafts.with_embedding_of(checkpoint)
 
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:

@@ -8,7 +8,7 @@ import torch
 
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
-from pdserve.executor.draft_loading import draft_bytes, open_drafts, with_room
+from pdserve.executor.draft_loading import among_ranks, draft_bytes, open_drafts, with_room
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.loading import describe_layout
@@ -128,6 +128,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
+    drafts = among_ranks(drafts, choices.degrees, checkpoint, dtype, quantization)
     weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
     check_library(choices.degrees)
     if device in KERNEL_DEVICES:

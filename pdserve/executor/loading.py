@@ -19,13 +19,12 @@ from pdserve.executor.draft_loading import (
     Drafts,
     Guessing,
     bytes_beside,
+    choose_forms,
     drafter_of,
     limits_with,
     load_guessing,
     lookup_of,
-    open_drafts,
     weights_hash,
-    with_room,
 )
 from pdserve.executor.executor import Executor
 from pdserve.executor.followers import Followers
@@ -35,7 +34,6 @@ from pdserve.executor.form import (
     Form,
     Progress,
     check_inputs,
-    choose_form,
     choose_kv_code,
     load_form,
 )
@@ -94,9 +92,8 @@ def _load(
 ) -> Loaded:
     seat, nodes = places
     device = engine_device(config)
-    drafts = open_drafts(config, checkpoint)
-    checkpoint = with_room(checkpoint, drafts)
-    form = choose_form(config, checkpoint)
+    form, drafts = choose_forms(config, checkpoint)
+    checkpoint = form.checkpoint
     if config.max_num_seqs > max(config.step_tokens.values()):
         raise ConfigError(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"

@@ -8,7 +8,7 @@ from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import build_engine, open_model
+from pdserve.worker.boot import Engine, build_engine, open_model
 
 PROMPT = (7, 8, 9)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -20,6 +20,7 @@ class Guessed(NamedTuple):
     tokens: list[int]
     num_guesses: int
     num_right: int
+    drafts: dict[int, tuple[int, ...]]  # by how many tokens are before them
 
 
 def written(model: Path, params: SamplingParams = GREEDY, **settings: object) -> tuple[list[int], int]:
@@ -29,23 +30,34 @@ def written(model: Path, params: SamplingParams = GREEDY, **settings: object) ->
 
 def guessed(model: Path, params: SamplingParams, prompt: Seq[int] = PROMPT, **settings: object) -> Guessed:
     """Let a worker's engine write an answer to a prompt."""
+    return all_guessed(model, params, [prompt], **settings)[0]
+
+
+def all_guessed(model: Path, params: SamplingParams, prompts: Seq[Seq[int]], **settings: object) -> list[Guessed]:
+    """Let a worker's engine write answers to prompts, one after another."""
     own = {"model": str(model), "secret_file": model / "secret", "role": "decode", "worker_id": "w"}
     fixed = {"routers": ("127.0.0.1:1",), "num_pages": 16, "dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
     config = load_config(WorkerConfig, flags={**own, **fixed, **settings})
     engine = build_engine(config, open_model(config), b"secret", lambda share: None)
-    scheduler, tokens, num_guesses, num_right = engine.scheduler, list[int](), 0, 0
-    job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
-    scheduler.add(Sequence(job, (0,), list(prompt), 0))
     try:
-        while (plan := scheduler.plan()) is not None:
-            result = engine.executor.start(plan).result()
-            for chunk, sampled in zip(plan.chunks, result.tokens, strict=True):
-                num_guesses += chunk.num_drafts
-                num_right += len(sampled[0]) - 1 if chunk.num_drafts else 0
-            assert not result.failed
-            assert not result.num_draft_failures
-            outcomes = [outcome for outcome in scheduler.commit(plan, result) if isinstance(outcome, Sampled)]
-            tokens += [token.token_id for each in outcomes for token in each.tokens]
+        return [_answered(engine, number, prompt, params) for number, prompt in enumerate(prompts)]
     finally:
         engine.executor.close()
-    return Guessed(tokens, num_guesses, num_right)
+
+
+def _answered(engine: Engine, number: int, prompt: Seq[int], params: SamplingParams) -> Guessed:
+    scheduler, tokens, num_guesses, num_right = engine.scheduler, list[int](), 0, 0
+    drafts = dict[int, tuple[int, ...]]()
+    job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
+    scheduler.add(Sequence(job, (0,), list(prompt), number))
+    while (plan := scheduler.plan()) is not None:
+        result = engine.executor.start(plan).result()
+        for chunk, sampled in zip(plan.chunks, result.tokens, strict=True):
+            num_guesses += chunk.num_drafts
+            num_right += len(sampled[0]) - 1 if chunk.num_drafts else 0
+        assert not result.failed
+        assert not result.num_draft_failures
+        outcomes = [outcome for outcome in scheduler.commit(plan, result) if isinstance(outcome, Sampled)]
+        tokens += [token.token_id for each in outcomes for token in each.tokens]
+        drafts |= {len(tokens): guesses for guesses in result.drafts.values()}
+    return Guessed(tokens, num_guesses, num_right, drafts)

@@ -243,7 +243,7 @@ def with_module(folder: Path, **settings: object) -> Engine:
 def test_a_models_own_module_needs_no_other_directory(tmp_path: Path) -> None:
     engine = with_module(write_model_with_module("glm4-moe", tmp_path))
     assert engine.scheduler.speculation.source == "mtp"
-    assert (engine.layout.num_layers, engine.layout.weights_hash.endswith(" head 2 mtp")) == (4, True)
+    assert (engine.layout.num_layers, engine.layout.weights_hash.endswith(" head 3 mtp")) == (4, True)
 
 
 def test_a_model_without_a_module_is_refused_by_the_tensors_that_are_missing(target: Path, tmp_path: Path) -> None:
