@@ -58,7 +58,11 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-@pytest.fixture(scope="module", params=["ngram", "suffix", "suffix, two ranks", "draft_model", "eagle3", "mtp"])
+METHODS = ("ngram", "suffix", "suffix, two ranks", "draft_model", "eagle3", "mtp")
+LONG = pytest.param("eagle3, two ranks", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=[*METHODS, LONG])
 def method(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -68,7 +72,7 @@ def method(request: pytest.FixtureRequest) -> str:
 def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model. For a head, its tokens depend on the last one alone, so that a head can be right."""
     folder = tmp_path_factory.mktemp("model")
-    if method == "eagle3":
+    if method.startswith("eagle3"):
         write_forgetful_model(folder)
         return folder
     if method == "mtp":
@@ -93,7 +97,7 @@ def cluster(method: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     own: dict[str, object] = {"prompt_lookup_min": 1} if method == "ngram" else {}
     if method == "draft_model":
         own = {"model": str(model)}
-    elif method == "eagle3":
+    elif method.startswith("eagle3"):
         head = tmp_path_factory.mktemp("head")
         own = {"model": str(write_head_that_looks_back(head, model, load_file(model / WEIGHTS)))}
     name, *ranks = method.split(", ")
@@ -175,7 +179,7 @@ def test_a_draft_model_knows_prompts_that_other_workers_computed(
     assert num_right > 0.95 * num_guessed > 0, "it is the same model"
 
 
-@pytest.mark.parametrize("method", ["eagle3"], indirect=True)
+@pytest.mark.parametrize("method", ["eagle3", LONG], indirect=True)
 def test_kv_of_a_head_crosses_with_prompts_that_other_workers_computed(cluster: LiveCluster, model: Path) -> None:
     """The head guesses what followed the same token before, and only the prompt has that."""
     walks = longest_walks(load_file(model / WEIGHTS), COUNT)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from guessing_bench import Bench, ids
 from model_zoo import prompt as zoo_prompt
-from mtp_modules import MtpOracle, write_model_with_module
+from mtp_modules import MtpOracle, write_model_with_a_module_that_is_often_right, write_model_with_module
 
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.executor.draft_loading import with_room
@@ -71,3 +71,14 @@ def test_answers_are_those_without_a_module(tmp_path: Path, num_pages: int) -> N
     assert bench.ends == plain.ends
     assert bench.counts["guesses"] > 20
     assert bool(bench.scheduler.num_preemptions) == (num_pages == 13)
+
+
+def test_right_guesses_of_a_module_save_steps(tmp_path: Path) -> None:
+    model, head = loaded(write_model_with_a_module_that_is_often_right("deepseek-v3", tmp_path))
+    plain, bench = Bench(model, 200), Bench(model, 200, head=head)
+    for each in (plain, bench):
+        each.add(0, zoo_prompt(20), GREEDY)
+        each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.counts["right"] > 0.5 * bench.counts["guesses"] > 10
+    assert bench.counts["steps"] < 0.7 * plain.counts["steps"]

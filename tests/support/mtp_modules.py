@@ -14,6 +14,14 @@ from transformers import PreTrainedModel
 FILE, FORMAT, NUM_LAYERS = "model.safetensors", {"format": "pt"}, 3
 PREFIX, LAST = f"model.layers.{NUM_LAYERS}.", f"model.layers.{NUM_LAYERS - 1}."
 
+_LARGE = 10  # beside what layers add: nine of ten guesses are right
+_EXPERTS = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2}
+SMALL = {  # shapes of models that Triton's interpreter computes in seconds
+    "deepseek-v3": {**_EXPERTS, "num_key_value_heads": 2, "n_group": 2, "topk_group": 1},
+    "glm4-moe": {**_EXPERTS, "num_key_value_heads": 1, "n_group": 2, "topk_group": 1},
+    "glm4-lite": {**_EXPERTS, "num_key_value_heads": 2},
+}
+
 
 def write_model_with_module(family: str, folder: Path, **shape: int) -> Path:
     """Write a random model of a family, whose module is its last layer with other weights. shape: of the model."""
@@ -44,9 +52,11 @@ def write_model_with_a_module_that_is_often_right(family: str, folder: Path) -> 
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.mul_(0.1)
+        elif name.endswith("embed_tokens.weight"):
+            tensor.mul_(_LARGE)
     norm = tensors["model.norm.weight"]
     size = len(norm)
-    joining = torch.eye(size, 2 * size)  # takes the token, and leaves out what the model has computed
+    joining = _LARGE * torch.eye(size, 2 * size)  # takes the token, and leaves out what the model has computed
     own = {"eh_proj": joining, "enorm": torch.ones(size), "shared_head.norm": norm.clone()}
     save_file({**tensors, **{f"{PREFIX}{name}.weight": each for name, each in own.items()}}, path, FORMAT)
     return folder

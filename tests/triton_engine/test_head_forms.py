@@ -19,13 +19,14 @@ from guessing_bench import Bench
 from kernel_bench import KernelBench
 from made_heads import with_room
 from model_zoo import prompt, write_model
-from mtp_modules import write_model_with_module
+from mtp_modules import SMALL, write_model_with_module
 from published_formats import published
+from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.executor.form import DTYPES
-from pdserve.executor.head_files import HeadFiles, open_head, open_mtp
+from pdserve.executor.head_files import HeadFiles, MtpFiles, open_head, open_mtp
 from pdserve.kernels.code_blocks import CodeBlocks
 from pdserve.model.decoder import Decoder
 from pdserve.model.eagle3 import Eagle3Head
@@ -91,23 +92,45 @@ def test_a_head_on_kernels_guesses_beside_codes_of_a_file_nearly_what_it_guesses
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 @pytest.mark.parametrize(
     ("dtype", "form"),
-    [("float16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],  # in bfloat16 alone, texts differ from the start
+    [("float16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
 )
 def test_a_module_on_kernels_guesses_in_halves_and_codes_nearly_what_it_guesses_on_a_cpu(
     tmp_path: Path, dtype: str, form: ChosenQuantization
 ) -> None:
-    shape = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-    checkpoint = open_directory(write_model_with_module("deepseek-v3", tmp_path, **shape))
-    module, on_cpu, model = (
-        open_mtp(checkpoint),
-        cpu_model(checkpoint, dtype, form),
-        on_kernels(checkpoint, dtype, form),
+    checkpoint = open_directory(write_model_with_module("deepseek-v3", tmp_path, **SMALL["deepseek-v3"]))
+    module, on_cpu = open_mtp(checkpoint), cpu_model(checkpoint, dtype, form)
+    model = on_kernels(checkpoint, dtype, form)
+    assert_nearly_same((on_cpu, module.load(on_cpu, form)), (model, module_on_kernels(module, model, form)))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize("family", SMALL)
+def test_a_module_on_kernels_in_bfloat16_scores_as_nearly_right_as_on_a_cpu(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, scores = open_directory(write_model_with_module(family, tmp_path, **SMALL[family])), list[Tensor]()
+    module, scored = open_mtp(checkpoint), MtpHead.logits
+
+    def logits(head: MtpHead, hidden: Tensor) -> Tensor:
+        scores.append(scored(head, hidden))
+        return scores[-1]
+
+    def first_scores(bench: Bench) -> Tensor:
+        scores.clear()
+        bench.add(0, prompt(33), replace(GREEDY, max_tokens=6))
+        bench.run()
+        assert not bench.counts["draft failures"]
+        return scores[0][0].float()
+
+    monkeypatch.setattr(MtpHead, "logits", logits)
+    exact, on_cpu = (
+        first_scores(Bench(model, 20, head=module.load(model)))
+        for model in (cpu_model(checkpoint, dtype, "none") for dtype in ("float32", "bfloat16"))
     )
-    assert model.embedding is not None
-    assert model.lm_head is not None
-    own = Tensors(module.held(form), DTYPES[dtype], CPU)
-    head = MtpHead.build(model.config, own, CudaOps(), (model.embedding, model.lm_head))
-    assert_nearly_same((on_cpu, module.load(on_cpu, form)), (model, head))
+    model = on_kernels(checkpoint, "bfloat16", "none")
+    found = first_scores(KernelBench(model, 20, head=module_on_kernels(module, model, "none")))
+    assert (found - exact).abs().mean() < 2 * (on_cpu - exact).abs().mean()
 
 
 def cpu_model(checkpoint: Checkpoint, dtype: str, form: ChosenQuantization) -> Model:
@@ -124,6 +147,13 @@ def on_kernels(checkpoint: Checkpoint, dtype: str, form: ChosenQuantization) -> 
 def head_on_kernels(files: HeadFiles, model: Model, form: ChosenQuantization) -> Eagle3Head:
     own = Tensors(files.held(form), model.dtype, CPU)
     return Eagle3Head.build(files.config, own, CudaOps(), files.token_ids, model.embedding)
+
+
+def module_on_kernels(module: MtpFiles, model: Decoder, form: ChosenQuantization) -> MtpHead:
+    assert model.embedding is not None
+    assert model.lm_head is not None
+    own = Tensors(module.held(form), model.dtype, CPU)
+    return MtpHead.build(model.config, own, CudaOps(), (model.embedding, model.lm_head))
 
 
 def assert_nearly_same(on_cpu: tuple[Model, Head], kernels: tuple[Model, Head]) -> None:

@@ -24,7 +24,7 @@ from knowing_heads import Knowing
 from made_heads import made_head, with_room
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
-from mtp_modules import write_model_with_module
+from mtp_modules import SMALL, write_model_with_module
 
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.hf_directory import open_directory
@@ -36,6 +36,7 @@ from pdserve.model.decoder import Decoder
 from pdserve.model.eagle3 import Eagle3Head
 from pdserve.model.family import Model, Tensors
 from pdserve.model.guessing_head import Head
+from pdserve.model.layer_groups import LayerGroup
 from pdserve.model.loading import needed_weights, ops_for
 from pdserve.model.mtp import MtpHead
 from pdserve.model.ops import DeviceOps, TorchOps
@@ -188,9 +189,7 @@ def test_failures_to_take_in_are_told_where_all_steps_are_launched(
 
 
 FEW = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-WINDOWS = {**FEW, "sliding_window": 24}
-EXPERTS = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
-LATENT = {**EXPERTS, "num_attention_heads": 2, "num_key_value_heads": 2}
+WINDOWS = {**FEW, "num_hidden_layers": 3, "sliding_window": 24}  # more layers with windows than others
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of padding, whose results nobody reads
@@ -212,22 +211,16 @@ def test_a_head_on_kernels_guesses_beside_each_family_what_it_guesses_on_a_cpu(
 ) -> None:
     checkpoint = open_directory(write_model(family, tmp_path, **shape))
     plain, kernels = (loaded(checkpoint, ops) for ops in (TorchOps(), CudaOps()))
-    assert_guesses_of_a_cpu((plain, kernels), (made_head(plain, TorchOps()), made_head(kernels, CudaOps())))
+    groups = assert_guesses_of_a_cpu((plain, kernels), (made_head(plain, TorchOps()), made_head(kernels, CudaOps())))
+    assert len(groups) == (2 if shape is WINDOWS else 1), "as published models have"
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("family", "shape"),
-    [
-        ("deepseek-v3", {**LATENT, "n_group": 2, "topk_group": 1}),
-        pytest.param("glm4-moe", {**FEW, **EXPERTS, "n_group": 2, "topk_group": 1}, marks=pytest.mark.long),
-        pytest.param("glm4-lite", LATENT, marks=pytest.mark.long),
-    ],
+    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.long) for each in ("glm4-moe", "glm4-lite"))]
 )
-def test_a_module_on_kernels_guesses_what_it_guesses_on_a_cpu(
-    tmp_path: Path, family: str, shape: dict[str, int]
-) -> None:
-    checkpoint = open_directory(write_model_with_module(family, tmp_path, **shape))
+def test_a_module_on_kernels_guesses_what_it_guesses_on_a_cpu(tmp_path: Path, family: str) -> None:
+    checkpoint = open_directory(write_model_with_module(family, tmp_path, **SMALL[family]))
     models, heads, module = list[Model](), list[Head](), open_mtp(checkpoint)
     for ops in (TorchOps(), CudaOps()):
         model = loaded(checkpoint, ops)
@@ -244,8 +237,11 @@ def loaded(checkpoint: Checkpoint, ops: DeviceOps) -> Model:
     return with_room(Decoder.build(checkpoint.config, Tensors(weights, torch.float32, torch.device("cpu")), ops))
 
 
-def assert_guesses_of_a_cpu(models: Seq[Model], heads: Seq[Head]) -> None:
-    """Check what a head guesses on kernels, behind prompts in parts and beyond windows. All are for a CPU first."""
+def assert_guesses_of_a_cpu(models: Seq[Model], heads: Seq[Head]) -> Seq[LayerGroup]:
+    """Check what a head guesses on kernels, behind prompts in parts and beyond windows; return the groups of layers.
+
+    All are for a CPU first.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     plain, on_cpu = Bench(models[0], 60), Bench(models[0], 60, head=heads[0])
     on_kernels = KernelBench(models[1], 60, head=heads[1])
@@ -258,3 +254,4 @@ def assert_guesses_of_a_cpu(models: Seq[Model], heads: Seq[Head]) -> None:
     assert_same_kv(on_kernels, on_cpu)
     assert sum(len(guesses) for _, _, guesses in on_kernels.drafted) > 8
     assert not on_kernels.counts["draft failures"]
+    return on_kernels.kernels.groups
