@@ -13,7 +13,7 @@ from published_formats import published
 
 from pdserve.base.errors import ConfigError
 
-PARAMS, PROMPTS = replace(GREEDY, max_tokens=9), [prompt(40, seed=seed) for seed in range(8)]
+PARAMS, PROMPTS = replace(GREEDY, max_tokens=9), [prompt(40, seed=seed) for seed in range(12)]
 FAMILIES = ("llama3", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gpt-oss")
 HALVES: list[dict[str, str]] = [{"dtype": "bfloat16"}, {"dtype": "float16"}]
 CODES = [{"dtype": dtype, "quantization": bits} for dtype in ("float32", "bfloat16") for bits in ("int8", "int4")]
