@@ -135,12 +135,10 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         check_kernels(device, config, choices.page_size, DTYPES[dtype])
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
-    rank_page = 0
     if worker.rank_memory == "own":
         check_on_devices(choices.degrees, device, quantization)
         layout = own_layout(config, layout, choices.degrees)
-        has_devices = device == "cuda" and choices.degrees.num_ranks > 1
-        rank_page = _largest_page(layout, choices.degrees) if has_devices else 0
+    has_devices = device == "cuda" and choices.degrees.num_ranks > 1
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)
@@ -174,7 +172,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         draft_method="" if worker.speculative_config is None else worker.speculative_config.method,
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_token_bytes * layout.page_size,
-        rank_page_bytes=rank_page,
+        rank_page_bytes=_largest_page(layout, choices.degrees) if has_devices else 0,
     )
 
 
