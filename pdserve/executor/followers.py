@@ -16,7 +16,7 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.node_ranks import NodeRanks, store_for
-from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, step_of
+from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, step_of
 from pdserve.executor.rank_group import GroupRanks
 from pdserve.executor.rank_memory import device_pages, mapped_pages, new_pages, own_pages, region_of
 from pdserve.executor.rank_process import start_rank
@@ -107,7 +107,7 @@ class Followers:
         self._children.append((process, channel))
         watched = setup.index, process
         threading.Thread(target=self._watch, args=watched, name=f"rank-{setup.index}", daemon=True).start()
-        channel.send(setup)
+        _send(channel, setup, setup.index)
 
     def meet(self) -> list[int]:
         """Wait until all have loaded; return for how many pages each has room that has a device of its own.
@@ -146,10 +146,7 @@ class Followers:
         """Let all do their parts of a step."""
         step = step_of(plan)
         for index, (_, channel) in enumerate(self._children, start=1):
-            try:
-                channel.send(step)
-            except OSError as error:
-                raise DeviceError(f"rank {index}: its process has ended") from error
+            _send(channel, step, index)
 
     def copy(self, plan: StepPlan, copy: Callable[[StepPlan], StepResult]) -> StepResult:
         """Copy pages on all ranks that have them; `copy` does on the first one."""
@@ -199,5 +196,15 @@ class Followers:
         """
         status = process.wait()
         if not self._is_closing and (status or self._have_met):
-            logger.critical("the device is broken: rank %d has ended with status %d: this process ends", index, status)
+            is_remote = self._nodes is not None and index in self._nodes
+            how = "its machine has left" if is_remote else f"its process has ended with status {status}"
+            logger.critical("the device is broken: rank %d: %s: this process ends", index, how)
             os._exit(DEVICE_EXIT_STATUS)
+
+
+def _send(channel: Channel, message: Setup | Step, index: int) -> None:
+    """Send a rank a message. DeviceError where its process has ended."""
+    try:
+        channel.send(message)
+    except OSError as error:
+        raise DeviceError(f"rank {index}: its process has ended") from error

@@ -21,9 +21,10 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from pdserve import __version__
-from pdserve.base.errors import ConfigError, PeerFault, echo
+from pdserve.base.errors import ConfigError, DeviceError, PeerFault, echo
 from pdserve.base.ids import Peer
 from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.executor.device_names import devices_here
 from pdserve.executor.node_links import BEAT_S, SILENT_S, SOCKETS, carry, check_interface
 from pdserve.net.credentials import Credentials
 from pdserve.net.rpc import abort, is_loopback, running
@@ -58,22 +59,39 @@ class RemoteRank:
 
 
 class Node:
-    """A machine that has joined."""
+    """A machine that has joined. Its calls' thread ends it, rank 0's thread takes its sockets."""
 
-    def __init__(self, ranks: range) -> None:
-        self.ranks = ranks
+    def __init__(self, number: int, ranks: range) -> None:
+        self.number, self.ranks = number, ranks
         self.ticket = secrets.token_bytes(16)
         self.ended = threading.Event()
         self.sockets: dict[tuple[int, int], socket.socket] = {}  # rank 0's ends, by rank and kind, until it takes them
+        self.relayed: list[socket.socket] = []  # their other ends, which the calls own
+        self._taking = threading.Lock()
 
     @property
     def is_linked(self) -> bool:
         return len(self.sockets) == len(self.ranks) * len(SOCKETS)
 
+    def take(self, rank: int) -> tuple[socket.socket, socket.socket]:
+        """Return rank 0's ends of a rank's sockets. DeviceError if the machine has left."""
+        with self._taking:
+            if self.ended.is_set():
+                raise DeviceError(f"node {self.number} has left")
+            steps, orders = (self.sockets.pop((rank, kind)) for kind in SOCKETS)
+        return steps, orders
+
     def end(self) -> None:
-        self.ended.set()
-        for each in self.sockets.values():
-            each.close()
+        with self._taking:
+            self.ended.set()
+            for each in self.sockets.values():
+                each.close()
+
+    def cut(self) -> None:
+        """End the sockets that rank 0 has taken: the calls of a machine that is silent do not end by themselves."""
+        for each in self.relayed:
+            with suppress(OSError):  # it is closed already
+                each.shutdown(socket.SHUT_RDWR)
 
 
 class Nodes:
@@ -96,10 +114,10 @@ class Nodes:
     def start(self, rank: int) -> tuple[RemoteRank, socket.socket, socket.socket]:
         """Return a rank, which begins with the first message, its socket for steps, and the one that drives its mover.
 
-        The machine itself takes that message, and adds what is its own.
+        The machine itself takes that message, and adds what is its own. DeviceError if it has left.
         """
         node = self._nodes[rank]
-        steps, orders = (node.sockets.pop((rank, kind)) for kind in SOCKETS)
+        steps, orders = node.take(rank)
         return RemoteRank(node.ended), steps, orders
 
 
@@ -124,6 +142,11 @@ class NodeServicer(NodeServiceServicer):
         """Return which machines have not joined."""
         return [rank for rank in range(1, self._degrees.nodes) if rank not in self._nodes]
 
+    @property
+    def unlinked(self) -> list[int]:
+        """Return which machines have not joined, or have not opened all sockets of their ranks."""
+        return sorted({*self.missing, *(number for number, node in self._nodes.items() if not node.is_linked)})
+
     def refusal_of(self, greeting: wire.NodeGreeting) -> str:
         """Return why a machine may not join, empty if it may."""
         number, per_node = greeting.node_rank, self._degrees.ranks_per_node
@@ -135,6 +158,9 @@ class NodeServicer(NodeServiceServicer):
             return f"node_rank: {number} has joined already"
         if greeting.model != self._accepted.model:
             return f"model: its files differ from the worker's: {echo(greeting.model)}, not {self._accepted.model}"
+        if self._accepted.device not in greeting.devices:
+            has = echo(", ".join(greeting.devices))
+            return f"device: {has}, and the worker's {self._accepted.device} may round otherwise"
         if is_loopback(greeting.handoff_host) != is_loopback(self._host):
             return f"handoff_host: {echo(greeting.handoff_host)} and the worker's {self._host} do not reach each other"
         if greeting.num_processors < per_node:
@@ -153,7 +179,7 @@ class NodeServicer(NodeServiceServicer):
             await context.write(wire.JoinResponse(refused=refusal))
             return
         first = greeting.node_rank * self._degrees.ranks_per_node
-        node = Node(range(first, first + self._degrees.ranks_per_node))
+        node = Node(greeting.node_rank, range(first, first + self._degrees.ranks_per_node))
         self._nodes[greeting.node_rank] = node
         try:
             accepted = wire.NodeAccepted(ticket=node.ticket, ranks=node.ranks)
@@ -163,6 +189,7 @@ class NodeServicer(NodeServiceServicer):
             await self._hear(request_iterator, context)
         except TimeoutError:
             logger.warning("node %d is silent for %g s", greeting.node_rank, SILENT_S)
+            node.cut()
         finally:
             node.end()
             if not self.complete.is_set():
@@ -196,7 +223,8 @@ class NodeServicer(NodeServiceServicer):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, "ticket: it opens no such socket of a rank now")
         own, theirs = socket.socketpair()
         node.sockets[name] = own
-        if not self.missing and all(each.is_linked for each in self._nodes.values()):
+        node.relayed.append(theirs)
+        if not self.unlinked:
             self.complete.set()
         contents = (request.content async for request in request_iterator)
         await carry(theirs, contents, lambda content: context.write(wire.CarryResponse(content=content)))
@@ -226,11 +254,13 @@ async def gathering(
         yield None
         return
     check_interface(config.handoff_host, has_identity=credentials.identity is not None)
+    devices = await asyncio.to_thread(devices_here)
     accepted = wire.NodeAccepted(
         worker_id=me.worker_id,
         incarnation=me.incarnation,
         version=__version__,
         model=await asyncio.to_thread(lambda: checkpoint.fingerprint),
+        device=devices[-1 if config.device == "cuda" else 0],
     )
     servicer = NodeServicer(config.degrees, accepted, config.handoff_host, on_leaving)
     server = credentials.server(_log_denied)
@@ -242,7 +272,7 @@ async def gathering(
             async with asyncio.timeout(config.join_timeout_s):
                 await servicer.complete.wait()
         except TimeoutError:
-            text = f"join_timeout_s: nodes {servicer.missing} have not joined within {config.join_timeout_s:g} s"
+            text = f"join_timeout_s: nodes {servicer.unlinked} have not joined within {config.join_timeout_s:g} s"
             raise ConfigError(f"{text}; {servicer.last_refusal}" if servicer.last_refusal else text) from None
         yield servicer.nodes
 

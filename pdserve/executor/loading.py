@@ -14,6 +14,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import EngineRunner, RankPages, Runner, zeroed
 from pdserve.engine.scheduler import Limits
+from pdserve.executor.device_names import MAX_CHARACTERS, device_name
 from pdserve.executor.device_ranks import Fitting, load_on_devices
 from pdserve.executor.draft_loading import (
     Drafts,
@@ -53,12 +54,11 @@ from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
-from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
+from pdserve.settings.processor import allocator_problem, read_cpu_info
 
 if TYPE_CHECKING:
     from pdserve.executor.joining import Nodes
 
-MAX_CHARACTERS = 100
 Places = tuple[Seat | None, "Nodes | None"]
 
 
@@ -330,17 +330,6 @@ def _max_model_len(config: WorkerConfig, model_limit: int, pool_tokens: int) -> 
     if asked > pool_tokens:
         raise ConfigError(f"max_model_len: {asked} is over the {pool_tokens} tokens that the KV pages hold")
     return asked
-
-
-def device_name(device: str, cpu_info: str) -> str:
-    """Return the name by which routers learn what steps cost: the model of the GPU or the CPU.
-
-    Triton's interpreter has another one, since it is far slower.
-    """
-    if device == "cuda":
-        return torch.cuda.get_device_name(torch.cuda.current_device())[:MAX_CHARACTERS]
-    name = cpu_name(cpu_info)[:MAX_CHARACTERS]
-    return f"interpreter, {name}" if device == "interpreter" else name
 
 
 def _name_of_ranks(config: WorkerConfig) -> str:

@@ -25,6 +25,7 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.base.signals import CLOSING_S, drain_on_signals
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.executor.device_names import devices_here
 from pdserve.executor.node_links import BEAT_S, SILENT_S, SOCKETS, carry, check_interface
 from pdserve.executor.rank_frames import Setup
 from pdserve.executor.rank_process import start_rank
@@ -62,6 +63,7 @@ async def serve(config: WorkerNodeConfig) -> int:
         model=await asyncio.to_thread(lambda: checkpoint.fingerprint),
         handoff_host=config.handoff_host,
         num_processors=len(os.sched_getaffinity(0)),
+        devices=await asyncio.to_thread(devices_here),
     )
     address = join_address(config.master_addr, config.master_port)
     async with (

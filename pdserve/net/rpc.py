@@ -49,6 +49,7 @@ Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]
 _KEEPALIVE: Options = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # else a peer that is frozen has 60 s to answer
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/nodes.proto\x12\npdserve.v1\"\x95\x01\n\x0bJoinRequest\x12,\n\x08greeting\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.NodeGreetingH\x00\x12*\n\x07leaving\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.NodeLeavingH\x00\x12$\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.NodeBeatH\x00\x42\x06\n\x04kind\"}\n\x0cJoinResponse\x12,\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.NodeAcceptedH\x00\x12\x11\n\x07refused\x18\x02 \x01(\tH\x00\x12$\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.NodeBeatH\x00\x42\x06\n\x04kind\"o\n\x0cNodeGreeting\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0chandoff_host\x18\x04 \x01(\t\x12\x16\n\x0enum_processors\x18\x05 \x01(\r\"\r\n\x0bNodeLeaving\"\n\n\x08NodeBeat\"u\n\x0cNodeAccepted\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"V\n\x0c\x43\x61rryRequest\x12+\n\x07opening\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.CarryOpeningH\x00\x12\x11\n\x07\x63ontent\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"T\n\x0c\x43\x61rryOpening\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12&\n\x06socket\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.RankSocket\" \n\rCarryResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c*X\n\nRankSocket\x12\x1b\n\x17RANK_SOCKET_UNSPECIFIED\x10\x00\x12\x15\n\x11RANK_SOCKET_STEPS\x10\x01\x12\x16\n\x12RANK_SOCKET_ORDERS\x10\x02\x32\x8e\x01\n\x0bNodeService\x12=\n\x04Join\x12\x17.pdserve.v1.JoinRequest\x1a\x18.pdserve.v1.JoinResponse(\x01\x30\x01\x12@\n\x05\x43\x61rry\x12\x18.pdserve.v1.CarryRequest\x1a\x19.pdserve.v1.CarryResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/nodes.proto\x12\npdserve.v1\"\x95\x01\n\x0bJoinRequest\x12,\n\x08greeting\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.NodeGreetingH\x00\x12*\n\x07leaving\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.NodeLeavingH\x00\x12$\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.NodeBeatH\x00\x42\x06\n\x04kind\"}\n\x0cJoinResponse\x12,\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.NodeAcceptedH\x00\x12\x11\n\x07refused\x18\x02 \x01(\tH\x00\x12$\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.NodeBeatH\x00\x42\x06\n\x04kind\"\x80\x01\n\x0cNodeGreeting\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0chandoff_host\x18\x04 \x01(\t\x12\x16\n\x0enum_processors\x18\x05 \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\"\r\n\x0bNodeLeaving\"\n\n\x08NodeBeat\"\x85\x01\n\x0cNodeAccepted\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\"V\n\x0c\x43\x61rryRequest\x12+\n\x07opening\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.CarryOpeningH\x00\x12\x11\n\x07\x63ontent\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"T\n\x0c\x43\x61rryOpening\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12&\n\x06socket\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.RankSocket\" \n\rCarryResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c*X\n\nRankSocket\x12\x1b\n\x17RANK_SOCKET_UNSPECIFIED\x10\x00\x12\x15\n\x11RANK_SOCKET_STEPS\x10\x01\x12\x16\n\x12RANK_SOCKET_ORDERS\x10\x02\x32\x8e\x01\n\x0bNodeService\x12=\n\x04Join\x12\x17.pdserve.v1.JoinRequest\x1a\x18.pdserve.v1.JoinResponse(\x01\x30\x01\x12@\n\x05\x43\x61rry\x12\x18.pdserve.v1.CarryRequest\x1a\x19.pdserve.v1.CarryResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.proto.v1.nodes_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RANKSOCKET']._serialized_start=782
-  _globals['_RANKSOCKET']._serialized_end=870
+  _globals['_RANKSOCKET']._serialized_start=817
+  _globals['_RANKSOCKET']._serialized_end=905
   _globals['_JOINREQUEST']._serialized_start=37
   _globals['_JOINREQUEST']._serialized_end=186
   _globals['_JOINRESPONSE']._serialized_start=188
   _globals['_JOINRESPONSE']._serialized_end=313
-  _globals['_NODEGREETING']._serialized_start=315
-  _globals['_NODEGREETING']._serialized_end=426
-  _globals['_NODELEAVING']._serialized_start=428
-  _globals['_NODELEAVING']._serialized_end=441
-  _globals['_NODEBEAT']._serialized_start=443
-  _globals['_NODEBEAT']._serialized_end=453
-  _globals['_NODEACCEPTED']._serialized_start=455
-  _globals['_NODEACCEPTED']._serialized_end=572
-  _globals['_CARRYREQUEST']._serialized_start=574
-  _globals['_CARRYREQUEST']._serialized_end=660
-  _globals['_CARRYOPENING']._serialized_start=662
-  _globals['_CARRYOPENING']._serialized_end=746
-  _globals['_CARRYRESPONSE']._serialized_start=748
-  _globals['_CARRYRESPONSE']._serialized_end=780
-  _globals['_NODESERVICE']._serialized_start=873
-  _globals['_NODESERVICE']._serialized_end=1015
+  _globals['_NODEGREETING']._serialized_start=316
+  _globals['_NODEGREETING']._serialized_end=444
+  _globals['_NODELEAVING']._serialized_start=446
+  _globals['_NODELEAVING']._serialized_end=459
+  _globals['_NODEBEAT']._serialized_start=461
+  _globals['_NODEBEAT']._serialized_end=471
+  _globals['_NODEACCEPTED']._serialized_start=474
+  _globals['_NODEACCEPTED']._serialized_end=607
+  _globals['_CARRYREQUEST']._serialized_start=609
+  _globals['_CARRYREQUEST']._serialized_end=695
+  _globals['_CARRYOPENING']._serialized_start=697
+  _globals['_CARRYOPENING']._serialized_end=781
+  _globals['_CARRYRESPONSE']._serialized_start=783
+  _globals['_CARRYRESPONSE']._serialized_end=815
+  _globals['_NODESERVICE']._serialized_start=908
+  _globals['_NODESERVICE']._serialized_end=1050
 # @@protoc_insertion_point(module_scope)

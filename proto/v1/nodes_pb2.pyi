@@ -130,6 +130,7 @@ class NodeGreeting(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     HANDOFF_HOST_FIELD_NUMBER: _builtins.int
     NUM_PROCESSORS_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Its release of pdserve."""
     node_rank: _builtins.int
@@ -140,6 +141,10 @@ class NodeGreeting(_message.Message):
     """Its address in the network of pages and sums."""
     num_processors: _builtins.int
     """How many processors it may use."""
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its devices: its processor, and its first GPU if it has one."""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class NodeGreeting(_message.Message):
         model: _builtins.str = ...,
         handoff_host: _builtins.str = ...,
         num_processors: _builtins.int = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_host", b"handoff_host", "model", b"model", "node_rank", b"node_rank", "num_processors", b"num_processors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "handoff_host", b"handoff_host", "model", b"model", "node_rank", b"node_rank", "num_processors", b"num_processors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,6 +209,7 @@ class NodeAccepted(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
     """Names this call in the calls that carry bytes."""
     worker_id: _builtins.str
@@ -213,6 +220,8 @@ class NodeAccepted(_message.Message):
     """The release of pdserve of the worker's own process."""
     model: _builtins.str
     """The fingerprint of its model."""
+    device: _builtins.str
+    """The name of the devices that its ranks compute with."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ranks that are to run there, by their numbers among all of the worker's."""
@@ -226,10 +235,11 @@ class NodeAccepted(_message.Message):
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         version: _builtins.str = ...,
         model: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "model", b"model", "ranks", b"ranks", "ticket", b"ticket", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "incarnation", b"incarnation", "model", b"model", "ranks", b"ranks", "ticket", b"ticket", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,6 @@
 """A worker registers with what it computes on."""
 
-from pdserve.executor.loading import MAX_CHARACTERS, device_name
+from pdserve.executor.device_names import MAX_CHARACTERS, device_name
 
 INFO = "processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: other\n"
 

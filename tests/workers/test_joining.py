@@ -15,11 +15,12 @@ import pytest
 from model_zoo import write_model
 
 from pdserve import __version__
-from pdserve.base.errors import ConfigError
+from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.executor.joining import Nodes, NodeServicer, gathering
+from pdserve.executor.device_names import devices_here
+from pdserve.executor.joining import Node, Nodes, NodeServicer, gathering
 from pdserve.executor.worker_node import Carried, JoinCall, Leader
 from pdserve.launch.authority import Authority
 from pdserve.launch.folder import free_port, write_secret
@@ -72,7 +73,8 @@ class Worker:
 
     def greeting(self, **own: object) -> wire.NodeGreeting:
         is_as = {"version": __version__, "node_rank": 1, "model": self.checkpoint.fingerprint}
-        return wire.NodeGreeting(**{**is_as, "handoff_host": HOST, "num_processors": 2, **own})
+        has = {"num_processors": 2, "devices": devices_here()}
+        return wire.NodeGreeting(**{**is_as, "handoff_host": HOST, **has, **own})
 
     def _leaving(self) -> None:
         self.num_leaving += 1
@@ -99,13 +101,14 @@ WRONG = [
     ({"node_rank": 0}, "node_rank: 0, and the worker has nodes 0 to 1"),
     ({"model": "another"}, "model: its files differ from the worker's: another, not "),
     ({"handoff_host": "10.0.0.1"}, r"handoff_host: 10\.0\.0\.1 and the worker's 127\.0\.0\.1 do not reach each other"),
+    ({"devices": ["Another CPU"]}, "device: Another CPU, and the worker's .* may round otherwise"),
     ({"num_processors": 0}, "tensor_parallel_size: 1 ranks a node need as many processors, not 0"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "refusal"), WRONG)
 def test_a_machine_that_does_not_fit_is_refused_by_name(worker: Worker, wrong: dict[str, object], refusal: str) -> None:
-    accepted = wire.NodeAccepted(model=worker.checkpoint.fingerprint)
+    accepted = wire.NodeAccepted(model=worker.checkpoint.fingerprint, device=devices_here()[0])
     servicer = NodeServicer(Degrees(2, 1, 2), accepted, HOST, lambda: None)
     assert servicer.refusal_of(worker.greeting()) == ""
     assert re.match(refusal, servicer.refusal_of(worker.greeting(**wrong)))
@@ -229,7 +232,7 @@ async def echoed(worker: Worker, count: int) -> None:
 
 
 async def test_what_a_rank_says_last_arrives_before_the_end_of_its_socket(worker: Worker) -> None:
-    last = os.urandom(300_000)
+    last = os.urandom(3_000_000)  # more than the relays hold
 
     async def end() -> None:
         async with worker.dialled() as leader:
@@ -246,6 +249,7 @@ async def test_what_a_rank_says_last_arrives_before_the_end_of_its_socket(worker
             assert nodes is not None
             _, steps, orders = nodes.start(1)
             steps.settimeout(20)
+            await asyncio.sleep(1)  # the rank's socket ends while its bytes are on the way
             assert await asyncio.to_thread(read, steps, len(last) + 1) == last
             await ending
             steps.close()
@@ -273,3 +277,49 @@ async def test_a_machine_waits_for_a_worker_that_is_not_there_yet(worker: Worker
         assert not done
         await gather(worker)
         await waiting
+
+
+async def test_a_machine_that_joined_and_opened_no_sockets_is_named(worker: Worker) -> None:
+    async def join_alone() -> None:
+        async with worker.dialled() as leader:
+            call, _ = await leader.join(worker.greeting())
+            with suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(join_alone())
+        with pytest.raises(ConfigError, match=r"nodes \[1\] have not joined within 2 s"):
+            await gather(worker, 2.0)
+
+
+def test_a_rank_of_a_machine_that_has_left_is_not_started_and_the_machine_is_named() -> None:
+    node = Node(1, range(1, 2))
+    node.end()
+    with pytest.raises(DeviceError, match="node 1 has left"):
+        Nodes(HOST, (node,)).start(1)
+
+
+async def test_a_machine_that_is_silent_ends_the_sockets_that_the_first_rank_has_taken(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.executor.joining.SILENT_S", 2.0)
+    is_cut = asyncio.Event()
+
+    async def be_silent() -> None:
+        async with worker.dialled() as leader:
+            call, _ = await joined(worker, leader)
+            await is_cut.wait()
+            call.cancel()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(be_silent())
+        async with worker.gathering() as nodes:
+            assert nodes is not None
+            rank, steps, orders = nodes.start(1)
+            for each in (steps, orders):
+                each.settimeout(10)
+                assert await asyncio.to_thread(each.recv, 1) == b""
+                each.close()
+            assert await asyncio.to_thread(rank.wait, 10) == 0
+            is_cut.set()
