@@ -272,7 +272,7 @@ class WorkerConfig(ServingConfig):
         ge=1,
         le=MAX_RANKS,
         description="Machines that this worker's ranks are on, as many on each. All but this one run `pdserve "
-        "worker-node`. More than 1 goes with ranks on CPUs that have memory of their own.",
+        "worker-node`. More than 1 goes with ranks that have memory of their own.",
     )
     master_port: int = Field(
         0, ge=0, le=65535, description="Port on handoff_host where the other machines join this worker; 0: a free one."

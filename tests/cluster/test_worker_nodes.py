@@ -164,6 +164,19 @@ def test_a_machine_that_is_frozen_is_noticed_and_ends_once_it_thaws(model: Path,
 
 
 @pytest.mark.long
+def test_a_machine_that_is_frozen_while_its_rank_loads_is_noticed(model: Path, tmp_path: Path) -> None:
+    with two_machines(tmp_path, model) as machines:
+        until(lambda: machines.ranks, START_S)
+        (rank,) = machines.ranks
+        machines.node.send_signal(signal.SIGSTOP)
+        rank.suspend()
+        assert machines.worker.wait(NOTICED_S) == DEVICE_EXIT_STATUS
+        rank.resume()
+        machines.node.send_signal(signal.SIGCONT)
+        assert machines.node.wait(15) == DEVICE_EXIT_STATUS
+
+
+@pytest.mark.long
 def test_a_machine_that_is_asked_to_end_lets_the_whole_worker_drain(model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, model) as machines:
         machines.node.terminate()

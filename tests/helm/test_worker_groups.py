@@ -63,6 +63,14 @@ def test_settings_of_a_worker_alone_are_not_given_to_its_further_pods() -> None:
     assert "--seed=1" not in pods(manifests)["decode-node"]["containers"][0]["args"]
 
 
+@pytest.mark.parametrize(("config", "wait_s"), [({}, 900), ({"join_timeout_s": 77}, 77)])
+def test_pods_of_a_group_wait_for_each_other_as_long_as_a_start_may_take(config: dict[str, Any], wait_s: int) -> None:
+    manifests = rendered({**VALUES, "decode": {"nodes": 2, "startupTimeoutSeconds": 900, "config": config}})
+    for name in ("decode", "decode-node"):
+        assert yaml.safe_load(settings_of(manifests, name))["join_timeout_s"] == wait_s
+    assert "join_timeout_s" not in yaml.safe_load(settings_of(manifests, "prefill"))
+
+
 @pytest.mark.parametrize("by", ["hpa", "keda"])
 def test_what_scales_a_pool_of_groups_scales_their_set(by: str) -> None:
     manifests = rendered({**VALUES, "autoscaling": {"by": by}})
@@ -84,6 +92,10 @@ def test_what_scales_a_pool_of_groups_scales_their_set(by: str) -> None:
         (
             {**IDENTITY, "decode": {"nodes": 12, "strategy": {"type": "Recreate"}}},
             "decode.strategy.type: must be RollingUpdate where nodes is over 1",
+        ),
+        (
+            {**IDENTITY, "decode": {"nodes": 2, "strategy": {"rollingUpdate": {"maxUnavailable": 0}}}},
+            "decode.strategy.rollingUpdate.maxSurge: must be over 0 where nodes is over 1 and maxUnavailable is 0",
         ),
         ({"decode.nodes": 65}, "nodes"),
         ({"router.nodes": 2}, "nodes"),
