@@ -36,6 +36,7 @@ from pdserve.settings.degrees import Degrees
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S = 5.0
+GIVEN_UP_S = 10.0  # for a machine to end its ranks
 
 _Request = TypeVar("_Request")
 JoinContext: TypeAlias = "grpc.aio.ServicerContext[wire.JoinRequest, wire.JoinResponse]"
@@ -55,7 +56,9 @@ class RemoteRank:
         return 0
 
     def kill(self) -> None:
-        """Do nothing: its machine ends it once its sockets are closed."""
+        """Let its machine end it, now that its sockets are closed; give it up where that takes long."""
+        self._ended.wait(GIVEN_UP_S)
+        self._ended.set()
 
 
 class Node:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.executor.device_names import devices_here
-from pdserve.executor.joining import Node, Nodes, NodeServicer, gathering
+from pdserve.executor.joining import Node, Nodes, NodeServicer, RemoteRank, gathering
 from pdserve.executor.worker_node import Carried, JoinCall, Leader
 from pdserve.launch.authority import Authority
 from pdserve.launch.folder import free_port, write_secret
@@ -298,6 +299,13 @@ def test_a_rank_of_a_machine_that_has_left_is_not_started_and_the_machine_is_nam
     node.end()
     with pytest.raises(DeviceError, match="node 1 has left"):
         Nodes(HOST, (node,)).start(1)
+
+
+def test_a_rank_whose_machine_does_not_end_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.executor.joining.GIVEN_UP_S", 0.1)
+    rank = RemoteRank(threading.Event())
+    rank.kill()
+    assert rank.wait(0.0) == 0
 
 
 async def test_a_machine_that_is_silent_ends_the_sockets_that_the_first_rank_has_taken(
