@@ -168,11 +168,12 @@ def _copied(
     reach: "tuple[AnyMover, Peer]", pages: Pages, to: Pages, ends_of: "list[queue.SimpleQueue[ReceiverMessage]]"
 ) -> tuple[tuple[int, ...], list[str]]:
     """Copy pages to a peer's; return their digests, and why parts of the copy were lost. ends_of: of each part."""
-    from pdserve.kvtransfer.session import of_parts  # noqa: PLC0415 - needs what may be missing
+    from pdserve.kvtransfer.doors import CopyStopped  # noqa: PLC0415 - needs what may be missing
+    from pdserve.kvtransfer.session import of_parts  # noqa: PLC0415 - the same
 
     mover, peer = reach
     mover.write(peer, AttemptKey(RequestId(bytes(16)), Attempt(0)), pages, to)
-    ends = [each.get(timeout=COPY_S).event for each in ends_of]
+    ends = [end for each in ends_of if isinstance(end := each.get(timeout=COPY_S).event, CopyStopped)]
     if lost := [end.reason for end in ends if end.digests is None]:
         return (), lost
     return of_parts([end.digests for end in ends if end.digests is not None]), []
