@@ -61,12 +61,16 @@ def test_nixl_has_a_thread_where_pages_are_in_the_hosts_memory_alone(
     gpu: int | None, has_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
+    bound: list[int] = []
 
     def start(name: str, network: Network, *, gpu: bool, has_thread: bool) -> nixl.nixlAgent:
+        assert bound == ([] if gpu_of is None else [gpu_of]), "UCX looks for its ways to a GPU where one is current"
         asked.append(has_thread)
         return start_agent(name, network, gpu=gpu, has_thread=has_thread)
 
+    gpu_of = gpu
     monkeypatch.setattr(backends, "start_agent", start)
+    monkeypatch.setattr(backends, "bind_thread", bound.append)
     region = replace(Region.of(np.zeros((4, PAGE_BYTES), np.uint8)), gpu=gpu)
     me = Peer(WorkerId("w"), new_incarnation())
     try:
