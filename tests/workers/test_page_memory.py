@@ -35,7 +35,9 @@ def test_pages_are_written_to_without_waiting_for_memory_and_keep_what_was_writt
         pytest.skip("this kernel cannot")
     assert bool((pages[3] == 7).all())
     assert not pages[4:].any()
-    assert 4 * faults_of_writing(pages) < faults_of_writing(new_pages())
+    if not (of_fresh_ones := faults_of_writing(new_pages())):
+        pytest.skip("no faults are counted here")
+    assert 4 * faults_of_writing(pages) < of_fresh_ones
 
 
 def test_a_kernel_that_cannot_leaves_memory_to_the_first_write(
