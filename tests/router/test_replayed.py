@@ -34,18 +34,19 @@ async def test_a_stream_of_each_api_reads_whole_answers_and_sees_their_first_tex
         workers = Replayed(MODEL, TOKENIZER.encode(ANSWER, add_special=False), max_num_seqs=8)
         serving = tasks.create_task(workers.serve(router.addresses.internal, secret_file, step_s))
         stream = open_stream(api, MODEL, router.addresses.public, f"127.0.0.1:{port}")
-        rests = []  # of answers, after their first text
+        rests = []  # of answers: seconds after their first text, and messages
         for max_tokens in (1, *[8] * MOST_TRIES):
             began_s = (loop := asyncio.get_running_loop()).time()
             answer = await stream.ask("hello", max_tokens)
             took_s = loop.time() - began_s
-            assert answer.num_messages >= max_tokens
+            assert answer.num_messages > 0
             assert answer.ttft_s > 0
-            rests.append(took_s - answer.ttft_s)
-            if max_tokens > 1 and rests[-1] >= 6 * step_s / 2:
+            rest_s = took_s - answer.ttft_s
+            rests.append((rest_s, answer.num_messages))
+            if max_tokens > 1 and rest_s >= 6 * step_s / 2 and answer.num_messages >= max_tokens:
                 break
         else:
-            pytest.fail(f"first texts came as late as the last ones: {rests}")
+            pytest.fail(f"first texts came as late as the last ones, or tokens together: {rests}")
         await stream.close()
         serving.cancel()
 
