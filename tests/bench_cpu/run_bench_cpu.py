@@ -3,9 +3,10 @@
 The other engine is suspended while the cluster has its turn; a cluster that waits takes under 1 % of a core.
 
 Usage: run_bench_cpu.py --peer DIR [--engine NAME] [--rounds N] [--workloads 1x32x128 ...] [--samplings greedy]
-       [--json FILE] [--num-threads N] [--quantized-inputs 8]
-DIR/venv has the other engine, and DIR its model: see ENGINES. Beside wall clock stands the CPU time of all processes of
-each engine: with one thread it compares them on a machine that others keep busy.
+       [--json FILE] [--num-threads N] [--quantized-inputs 8] [--model DIR]
+DIR/venv has the other engine, and DIR its model: see ENGINES. `--model` names one that both load. Beside wall clock
+stands the CPU time of all processes of each engine: with one thread it compares them on a machine that others keep
+busy.
 """
 
 import argparse
@@ -90,9 +91,9 @@ class Peer:
         self._process = process
 
     @classmethod
-    async def started(cls, folder: Path, engine: Engine, num_threads: int | None) -> "Peer":
-        """Start it, and wait until its model is loaded."""
-        model = folder / engine.model if engine.model else resolve_model(MODEL)
+    async def started(cls, folder: Path, engine: Engine, model: Path | None, num_threads: int | None) -> "Peer":
+        """Start it with this model or its own, and wait until that is loaded."""
+        model = model or (folder / engine.model if engine.model else resolve_model(MODEL))
         command = (folder / "venv/bin/python", HERE / engine.script, model)
         pipe = asyncio.subprocess.PIPE
         threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
@@ -249,16 +250,17 @@ async def main() -> None:
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=tuple(SAMPLINGS))
     parser.add_argument("--num-threads", type=int, help="of each engine; by default one for each core")
     parser.add_argument("--quantized-inputs", type=int, choices=(8, 16), default=16, help="bits; ours")
+    parser.add_argument("--model", type=Path, help="of both; by default SmolLM2-135M, in the engine's form")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     engine = ENGINES[arguments.engine]
     samplings = ("greedy",) if engine.pools else arguments.samplings
     workloads = arguments.workloads or engine.workloads
     lines = [Line(each, name, [], [], [], []) for each in workloads for name in samplings]
-    peer = await Peer.started(arguments.peer, engine, arguments.num_threads)
+    peer = await Peer.started(arguments.peer, engine, arguments.model, arguments.num_threads)
     flags = {"dtype": "bfloat16", "quantization": engine.quantization, "num_threads": arguments.num_threads}
     flags |= {"quantized_inputs": arguments.quantized_inputs}
-    spec = ClusterSpec(str(resolve_model(MODEL)), MODEL, name="bench-cpu", worker_flags=flags)
+    spec = ClusterSpec(str(arguments.model or resolve_model(MODEL)), MODEL, name="bench-cpu", worker_flags=flags)
     async with live_cluster(spec, report) as cluster:
         await compared(peer, cluster, lines, arguments.rounds)
         pids = {f"peer {index}": pid for index, pid in enumerate(peer.pids())} | pids_of(cluster)
