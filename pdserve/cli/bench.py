@@ -1,30 +1,45 @@
-"""Measurements of a running cluster."""
+"""Measurements of a running cluster, of clusters that are started for them, and of a router's processes."""
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from pdserve.base.errors import CommandError, ConfigError
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
+    APIS,
+    DEFAULT_MODEL,
     DOORS,
     THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
     Goodput,
     HttpServer,
+    KnownRequestFlags,
+    LoadFlags,
+    Model,
+    OwnClusterFlags,
+    Placements,
     RouterFlags,
     WorkloadFlags,
     checked_rate,
     one_of,
 )
-from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, run, show
+from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show
 
 if TYPE_CHECKING:
+    from pdserve.measure.frontend import Load as FrontendLoad
+    from pdserve.measure.outcomes import Objective
+    from pdserve.measure.overload import Findings
     from pdserve.measure.sessions import Shape as SessionShape
     from pdserve.measure.sessions import TurnRow
 
-_SIZES = WorkloadFlags()
+_SIZES, _SHORT_SIZES = WorkloadFlags(), WorkloadFlags(num_prompts=2000, scale=0.125, max_length=1024)
+_LOADS, _SHORT_LOADS = LoadFlags(), LoadFlags(seconds=40)
+_SERVING, _FOUR = OwnClusterFlags(dtype="auto"), OwnClusterFlags(prefill=2, decode=2)
+_CHAOS_REQUESTS = KnownRequestFlags(distinct=200, input_len=512, output_len=48)
 
 
 @grouped_flags
@@ -139,3 +154,139 @@ def agents(
     show(json_file, found, "shares are of the prompts' tokens; moved: of the turns")
     if failed := [f"{row.name}: {row.failures}" for row in found if row.failures]:
         raise CommandError(f"turns failed: {'; '.join(failed)}")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendFlags:
+    """Loads of a router's processes: all combinations of what is given."""
+
+    door: Annotated[list[str] | None, typer.Option(**APIS, help="Repeatable; by default all.")] = None
+    step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None
+    streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None
+    output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None
+    rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4
+    num_frontends: Annotated[
+        list[int] | None, typer.Option(help="Frontends in processes of their own; 0, the default: none. Repeatable.")
+    ] = None
+
+    def loads(self) -> "list[FrontendLoad]":
+        from pdserve.measure.frontend import Load
+        from pdserve.measure.streams import Api
+
+        doors, counts = map(Api, self.door or Api), self.num_frontends or (0,)
+        kinds = product(
+            self.step_ms or (20.0, 2.0), doors, self.streams or (64, 256), self.output_len or (64, 8), counts
+        )
+        return [Load(door, ms / 1e3, num, tokens, self.rounds, count) for ms, door, num, tokens, count in kinds]
+
+
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")]
+FRONTENDS = FrontendFlags()
+
+
+@grouped_flags
+def frontend(
+    model: Model = DEFAULT_MODEL,
+    loads: FrontendFlags = FRONTENDS,
+    repeats: Repeats = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
+    from pdserve.measure.frontend import PROMPT_WORDS, gains, measure_frontend
+
+    found = run(measure_frontend(model, loads.loads(), repeats, report))
+    show(json_file, found, f"Prompts of {PROMPT_WORDS} words", *gains(found))
+
+
+@grouped_flags
+def accuracy(
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _LOADS,
+    sizes: WorkloadFlags = _SHORT_SIZES,
+    profile: Annotated[
+        Path | None, typer.Option(help="Step costs to start from; by default those of OPT-13B on A100.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
+    from pdserve.measure.outcomes import ANY
+    from pdserve.measure.overload import measure_loads
+    from pdserve.perfmodel.profile import shipped_profile
+
+    trial = loads.trial(sizes, (0.3, 0.6, 0.9), ANY)
+    spec = own.spec("accuracy", {"placement": "goodput", "profile": profile or shipped_profile()})
+    show_findings(json_file, run(measure_loads({"goodput": spec}, trial, report)))
+
+
+@grouped_flags
+def overload(
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _SHORT_LOADS,
+    sizes: WorkloadFlags = _SHORT_SIZES,
+    placement: Placements = None,
+    goodput: Goodput = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Load clusters up to twice their capacity: goodput, what admitted requests attain, how fast others are refused.
+
+    Without --goodput, the objectives are multiples of what is seen at light load.
+    """
+    from pdserve.measure.overload import measure_loads
+
+    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), objective_of(goodput))
+    policies = placement or ["goodput", "round_robin"]
+    specs = {policy: own.spec("overload", {"placement": policy}) for policy in policies}
+    show_findings(json_file, run(measure_loads(specs, trial, report)))
+
+
+def objective_of(goodput: Goodput) -> "Objective | None":
+    from pdserve.measure.outcomes import parse_objective
+
+    return parse_objective(*goodput) if goodput and any(goodput) else None
+
+
+def show_findings(json_file: Path | None, found: "Findings") -> None:
+    show(json_file, found.runs, found.title, results=found)
+    fail_unless_right(found.runs)
+
+
+@grouped_flags
+def chaos(
+    own: OwnClusterFlags = _FOUR,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
+    known: KnownRequestFlags = _CHAOS_REQUESTS,
+    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills; 0: none.")] = 5.0,
+    victims: Annotated[
+        Literal["workers", "router"], typer.Option(help="What is killed; the router with --num-frontends alone.")
+    ] = "workers",
+    num_frontends: Annotated[int, typer.Option(min=0, help="Frontends in processes of their own.")] = 0,
+    freeze_for: Annotated[float | None, typer.Option(help="Freeze for so many seconds instead of killing.")] = None,
+    test_fail_copies: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
+    ] = 0.0,
+    baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
+    mover: Annotated[str | None, typer.Option(help="The workers' --mover.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill workers or the router of a local cluster while requests run; check each answer against one engine alone.
+
+    Fails unless every request was answered with the right tokens and every page was free in the end.
+    """
+    from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
+
+    if victims == "router" and not num_frontends:
+        raise ConfigError("--victims: without --num-frontends a router's death ends its clients' streams")
+    spec = replace(own.spec("chaos", mover=mover), num_frontends=num_frontends)
+    faulty = own.spec("chaos", mover=mover, test_fail_copies=test_fail_copies or None)
+    faulty = replace(faulty, num_frontends=num_frontends)
+    faults = FaultPlan(kill_every, freeze_for, known.seed, victims) if kill_every else None
+    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
+    if baseline:
+        trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
+    requests = known.requests(own, spec.model)
+    verdicts = [run(run_chaos(trial, requests, report)) for trial in trials]
+    results = [verdict.result for verdict in verdicts]
+    show(json_file, results, "", *(problem for verdict in verdicts for problem in verdict.tally.problems))
+    if not all(verdict.is_clean for verdict in verdicts):
+        raise CommandError("not every request was answered as it had to be, or pages were not given back")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, get_args
@@ -12,11 +12,16 @@ import typer
 
 from pdserve.base.errors import ConfigError, echo
 from pdserve.router.config import PolicyName
+from pdserve.settings.config import KvCacheDtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.launch.plan import ClusterSpec, Flags
     from pdserve.measure.client import Access, Door
+    from pdserve.measure.known_answers import KnownRequest
+    from pdserve.measure.outcomes import Objective
+    from pdserve.measure.overload import Trial
     from pdserve.measure.workload import Workload
     from pdserve.net.operator_client import AdminClient
     from pdserve.proto.v1 import inference_pb2 as inference
@@ -29,6 +34,7 @@ WORKLOAD_HELP = (
     "output_len}), or a slice that comes with pdserve: azure-conv, azure-code, mooncake."
 )
 WorkloadText = Annotated[str, typer.Option("--workload", metavar="W", help=WORKLOAD_HELP)]
+_MOST_SECONDS = 86_400
 _UINT32 = 2**32 - 1
 
 
@@ -49,6 +55,7 @@ def one_of(*names: str) -> _Choice:
 
 
 DOORS = one_of("grpc", "http")
+APIS = one_of("grpc", "completions", "chat", "responses", "messages")
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with settings by name; flags override it.")
 ]
@@ -72,6 +79,9 @@ CaFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog or the Hugging Face hub.")]
+Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.")]
+Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
 Goodput = Annotated[
     list[str] | None,
     typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
@@ -212,6 +222,74 @@ class WorkloadFlags:
         workload = parse_workload(text, self.num_prompts, self.seed)
         workload = workload.first(self.num_prompts) if workload.is_timed else workload
         return workload.scaled(self.scale, self.max_length, self.output_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnClusterFlags:
+    """A cluster that a measurement starts for itself."""
+
+    model: Model = DEFAULT_MODEL
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
+    num_threads: Threads = None
+    dtype: Dtype = "float32"
+    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="The workers' --kv-cache-dtype.")] = "auto"
+    speculative_config: Annotated[str | None, typer.Option(help="The workers' --speculative-config.")] = None
+
+    def spec(self, name: str, router_flags: "Flags | None" = None, **worker_flags: object) -> "ClusterSpec":
+        from pdserve.cli.models import cluster_of
+
+        return replace(
+            cluster_of(self.model, f"{name}-{os.getpid()}"),
+            num_prefill=self.prefill,
+            num_decode=self.decode,
+            worker_flags={
+                "num_threads": self.num_threads,
+                "dtype": self.dtype,
+                "kv_cache_dtype": self.kv_cache_dtype,
+                "speculative_config": self.speculative_config,
+                **worker_flags,
+            },
+            router_flags=router_flags or {},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRequestFlags:
+    """Requests whose answers one engine computes before."""
+
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 100
+    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 256
+    output_len: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 128
+    seed: Annotated[int, typer.Option(help="Seed of the requests, their times and the faults.")] = 0
+
+    def requests(self, own: OwnClusterFlags, model: str, *, are_answers_equal: bool = False) -> "list[KnownRequest]":
+        from pdserve.measure.known_answers import Lengths, known_requests
+
+        lengths = Lengths(self.input_len, self.output_len, are_answers_equal)
+        code = None if own.kv_cache_dtype == "auto" else own.kv_cache_dtype
+        return known_requests(model, own.dtype, self.distinct, lengths, self.seed, code)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFlags:
+    """Loads of a cluster, as shares of its capacity."""
+
+    workload: WorkloadText = "1155x211"  # means of azure-conv
+    load: Annotated[list[float] | None, typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.")] = (
+        None
+    )
+    seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Seconds of load at each rate.")] = 60
+    calibration: Annotated[
+        float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")
+    ] = 60
+
+    def trial(self, sizes: WorkloadFlags, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
+        from pdserve.measure.overload import Trial
+
+        return Trial(
+            sizes.read(self.workload), tuple(self.load or loads), self.seconds, self.calibration, goal, sizes.seed
+        )
 
 
 def key_for(url: str) -> str:

@@ -19,7 +19,7 @@ sys.meta_path.insert(0, Missing())
 WORKERS = {"torch", "triton", "safetensors", "gguf", "nixl_cu12", "zmq"}
 NEED_NONE = (
     *("router.server", "autoscaler.server", "launch.local", "checkpoint.open", "cli.app", "cli.running"),
-    *("capacity.long_run", "capacity.planner", "measure.live", "measure.load"),
+    *("capacity.long_run", "capacity.planner", "measure.live", "measure.overload"),
 )
 RUN = "from pdserve.cli.app import main\nmain()"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from model_zoo import write_model
 
-from lab.chaos import ChaosTrial, FaultPlan, run_chaos
-from lab.known_answers import Lengths, known_requests
 from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
+from pdserve.measure.known_answers import Lengths, known_requests
 
 SEED = 7
 FLAGS = {"dtype": "float32", "num_threads": 1}

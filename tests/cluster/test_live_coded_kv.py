@@ -11,8 +11,8 @@ from model_zoo import prompt, write_model
 from moving import MOVED_WITHIN_S, POOLS, WORKER_FLAGS, Running, num_moved
 from wired_cluster import WiredCluster, wired_cluster
 
-from lab.offline import LoneEngine
 from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.offline import LoneEngine
 from pdserve.model.loading import load_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import SamplingParams

@@ -17,8 +17,8 @@ from mtp_modules import write_model_with_a_module_that_is_often_right
 from safetensors.torch import load_file
 from scraping import scrape
 
-from lab.offline import LoneEngine
 from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.offline import LoneEngine
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.sampling import SamplingParams

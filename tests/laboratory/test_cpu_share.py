@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lab import cpu_share
-from lab.frontend import cpu_s
 from pdserve.base.errors import CommandError
+from pdserve.measure.frontend import cpu_s
 
 
 def test_the_cpu_time_of_a_process_is_what_it_sees_itself() -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lab.chaos import tally
 from lab.conversation import ConversationFindings, ConversationPlan, Turn, medians
 from lab.moves import MovesVerdict, Record, gaps_beside, moved_gaps, roles_of, serves
 from pdserve.base.roles import Role
+from pdserve.measure.chaos import tally
 from pdserve.measure.outcomes import Moved, Outcome
 from pdserve.measure.tables import compared
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from lab.known_answers import KnownRequest
 from lab.scale import Moment, ScaleFindings, ScalePlan, arrivals, charts, orders, phase_results, phases
 from pdserve.base.roles import Role
+from pdserve.measure.known_answers import KnownRequest
 from pdserve.measure.outcomes import OK, Objective, Outcome
 from pdserve.protocol.sampling import SamplingParams
 

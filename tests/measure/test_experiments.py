@@ -6,12 +6,14 @@ import pytest
 from cluster_states import cluster_state
 
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.errors import ConfigError
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.launch.folder import write_secret
 from pdserve.measure.client import Client, connect
 from pdserve.measure.live import LiveCluster
 from pdserve.measure.outcomes import Objective, Outcome, summarize
+from pdserve.measure.overload import Findings, Trial, served
 from pdserve.measure.profile import bursts, learnt_profile
+from pdserve.measure.workload import fixed_lengths
 from pdserve.perfmodel.curve import Curve
 from pdserve.perfmodel.profile import WindowFields, read_profile, write_profile
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -127,6 +129,14 @@ def test_a_sweep_has_single_prompts_and_batches_and_fits_the_model() -> None:
     assert max(shape.prompt_tokens + shape.output_tokens for shape in shapes) <= 300
     assert max(shape.prompt_tokens for shape in shapes) > 200
     assert any(shape.output_tokens == 1 for shape in shapes)
+
+
+async def test_a_load_that_brings_no_request_in_its_time_is_an_error_in_words(tmp_path: Path) -> None:
+    trial = Trial(fixed_lengths("w", 1, 8, 2), (0.5,), seconds=1.0, calibration_s=2.0)
+    async with connect("127.0.0.1:1", None) as channel:
+        live = LiveCluster(cluster_state(write_secret(tmp_path)), Client(channel, MonotonicClock()), 1)
+        with pytest.raises(CommandError, match=r"no request comes in 1 s at 0\.00 requests/s: --seconds is too short"):
+            await anext(served(live, trial, Findings("w", 1e-9, OBJECTIVE), lambda _: None))
 
 
 async def test_a_measurement_shows_the_operators_certificate_where_the_cluster_asks_for_one(tmp_path: Path) -> None:

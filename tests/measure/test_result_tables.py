@@ -7,13 +7,13 @@ from math import inf
 import pytest
 from cluster_states import printed
 
-from lab.chaos import Fault, Verdict, tally
-from lab.frontend import FrontendCost, Load
-from lab.overload import Findings
-from lab.streams import Api
 from pdserve.base.errors import CommandError
 from pdserve.cli.results import fail_unless_right
+from pdserve.measure.chaos import Fault, Verdict, tally
+from pdserve.measure.frontend import FrontendCost, Load
 from pdserve.measure.outcomes import ANY, Objective, Outcome, Percentiles, summarize
+from pdserve.measure.overload import Findings
+from pdserve.measure.streams import Api
 from pdserve.measure.tables import as_json, compared
 
 OBJECTIVE = Objective(ttft_s=0.5)

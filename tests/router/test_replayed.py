@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from router_fakes import MODEL, TOKENIZER, collect, running_router, text_of
 
-from lab.replayed import Replayed
-from lab.streams import FORMS, Api, HttpStream, open_stream
 from pdserve.base.errors import CommandError
 from pdserve.launch.folder import free_port
+from pdserve.measure.replayed import Replayed
+from pdserve.measure.streams import FORMS, Api, HttpStream, open_stream
 from pdserve.proto.v1 import link_pb2 as link
 
 ANSWER = "abcdefg"

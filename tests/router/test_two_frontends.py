@@ -22,9 +22,9 @@ from scraping import scrape, snapshot
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from lab.live import serving_process
 from pdserve.launch.authority import Authority
 from pdserve.launch.folder import free_port
+from pdserve.measure.live import serving_process
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.router.frontend.clients import new_key

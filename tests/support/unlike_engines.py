@@ -8,9 +8,9 @@ import torch
 from greedy_runs import spec
 from model_zoo import prompt
 
-from lab.offline import TIED_CODED
 from pdserve.base.ids import PageId
 from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.offline import TIED_CODED
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.loading import describe_layout

@@ -1,7 +1,7 @@
 """Runs measurements for those who change pdserve: `python -m lab NAME`, with tests/laboratory in PYTHONPATH."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,26 +12,13 @@ import typer
 from lab import conversation as conversations
 from lab import scale as scaling
 from lab.cancel import measure_cancels
-from lab.chaos import ChaosTrial, FaultPlan, run_chaos
 from lab.cpu_share import held
 from lab.decoding import FAMILIES, measure_decoding
 from lab.drafting import DraftBench, Drafted
 from lab.drain import measure_drain
-from lab.frontend import PROMPT_WORDS, gains, measure_frontend
 from lab.handoffs import SHAPES, measure_handoffs
-from lab.known_answers import Lengths, known_requests
 from lab.mixtures import measure_mixtures
 from lab.moves import OperationsPlan, run_moves
-from lab.options import (
-    Dtype,
-    FrontendFlags,
-    KnownRequestFlags,
-    LoadFlags,
-    Model,
-    OwnClusterFlags,
-    Threads,
-)
-from lab.overload import Findings, measure_loads
 from lab.placing import measure_policies, measure_steps
 from lab.planning import measure_planning
 from lab.ranks import measure_ranks
@@ -41,18 +28,33 @@ from lab.speculating import SpeculationBench, measure_speculation
 from lab.versus import rivals
 from pdserve.autoscaler.actuator import sizes_at_start
 from pdserve.autoscaler.schema import load as load_policy
-from pdserve.base.errors import CommandError, ConfigError
+from pdserve.base.errors import CommandError
 from pdserve.capacity.scaling import follow
 from pdserve.capacity.worker import Shape as ClusterShape
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.cli.app import main
 from pdserve.cli.autoscale import SCENE, WHOLE_TRACE, PolicyFile, SceneFlags, show_scaled
-from pdserve.cli.bench import SessionFlags
+from pdserve.cli.bench import FRONTENDS, FrontendFlags, Repeats, SessionFlags, objective_of, show_findings
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import DEFAULT_MODEL, Goodput, Placements, WorkloadFlags, WorkloadText, checked_rate, one_of
-from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
-from pdserve.measure.outcomes import ANY, Objective, parse_objective
-from pdserve.perfmodel.profile import shipped_profile, write_profile
+from pdserve.cli.options import (
+    DEFAULT_MODEL,
+    Dtype,
+    Goodput,
+    KnownRequestFlags,
+    LoadFlags,
+    Model,
+    OwnClusterFlags,
+    Threads,
+    WorkloadFlags,
+    WorkloadText,
+    checked_rate,
+    one_of,
+)
+from pdserve.cli.results import HtmlFile, JsonFile, draw, report, run, show, writable
+from pdserve.measure.frontend import PROMPT_WORDS, gains, measure_frontend
+from pdserve.measure.known_answers import Lengths, known_requests
+from pdserve.measure.outcomes import Objective
+from pdserve.perfmodel.profile import write_profile
 from pdserve.protocol.paging import PageShape
 from pdserve.router.config import PolicyName
 from pdserve.settings.speculative import SpeculativeConfig
@@ -64,13 +66,8 @@ Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")
 StepMs = Annotated[
     float, typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes.")
 ]
-_SIZES, _LOADS, _SHORT_LOADS = (
-    WorkloadFlags(num_prompts=2000, scale=0.125, max_length=1024),
-    LoadFlags(),
-    LoadFlags(seconds=40),
-)
-_SERVING, _FOUR, _FRONTENDS = OwnClusterFlags(dtype="auto"), OwnClusterFlags(prefill=2, decode=2), FrontendFlags()
-_CHAOS_REQUESTS = KnownRequestFlags(distinct=200, input_len=512, output_len=48)
+_SIZES, _LOADS = WorkloadFlags(num_prompts=2000, scale=0.125, max_length=1024), LoadFlags()
+_SERVING = OwnClusterFlags(dtype="auto")
 _CHECKED, _LONE_THREAD = OwnClusterFlags(), OwnClusterFlags(num_threads=1)
 _FOUR_LONE_THREADS = OwnClusterFlags(prefill=2, decode=2, num_threads=1)
 _MOVED_REQUESTS, _DRAINED_REQUESTS = KnownRequestFlags(), KnownRequestFlags(distinct=5, input_len=64, output_len=500)
@@ -387,105 +384,19 @@ def scale(
 
 @grouped_flags
 def frontend(
+    cpu_share: Annotated[float, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends.")],
     model: Model = DEFAULT_MODEL,
-    loads: FrontendFlags = _FRONTENDS,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")] = 1,
-    cpu_share: Annotated[
-        float | None, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends; else all.")
-    ] = None,
+    loads: FrontendFlags = FRONTENDS,
+    repeats: Repeats = 1,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
+    """Measure as `pdserve bench frontend` does, with a router's processes held to a share of the cores."""
 
     def limited(pids: Sequence[int], num_frontends: int) -> AbstractContextManager[None]:
-        return nullcontext() if cpu_share is None else held(pids, max(1, num_frontends) * cpu_share)
+        return held(pids, max(1, num_frontends) * cpu_share)
 
     found = run(measure_frontend(model, loads.loads(), repeats, report, limited))
     show(json_file, found, f"Prompts of {PROMPT_WORDS} words", *gains(found))
-
-
-@grouped_flags
-def accuracy(
-    own: OwnClusterFlags = _SERVING,
-    loads: LoadFlags = _LOADS,
-    sizes: WorkloadFlags = _SIZES,
-    profile: Annotated[
-        Path | None, typer.Option(help="Step costs to start from; by default those of OPT-13B on A100.")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
-    trial = loads.trial(sizes, (0.3, 0.6, 0.9), ANY)
-    spec = own.spec("accuracy", {"placement": "goodput", "profile": profile or shipped_profile()})
-    show_findings(json_file, run(measure_loads({"goodput": spec}, trial, report)))
-
-
-@grouped_flags
-def overload(
-    own: OwnClusterFlags = _SERVING,
-    loads: LoadFlags = _SHORT_LOADS,
-    sizes: WorkloadFlags = _SIZES,
-    placement: Placements = None,
-    goodput: Goodput = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Load clusters up to twice their capacity: goodput, what admitted requests attain, how fast others are refused.
-
-    Without --goodput, the objectives are multiples of what is seen at light load.
-    """
-    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), objective_of(goodput))
-    policies = placement or ["goodput", "round_robin"]
-    specs = {policy: own.spec("overload", {"placement": policy}) for policy in policies}
-    show_findings(json_file, run(measure_loads(specs, trial, report)))
-
-
-def objective_of(goodput: Goodput) -> Objective | None:
-    return parse_objective(*goodput) if goodput and any(goodput) else None
-
-
-def show_findings(json_file: Path | None, found: Findings) -> None:
-    show(json_file, found.runs, found.title, results=found)
-    fail_unless_right(found.runs)
-
-
-@grouped_flags
-def chaos(
-    own: OwnClusterFlags = _FOUR,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
-    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
-    known: KnownRequestFlags = _CHAOS_REQUESTS,
-    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills; 0: none.")] = 5.0,
-    victims: Annotated[
-        Literal["workers", "router"], typer.Option(help="What is killed; the router with --num-frontends alone.")
-    ] = "workers",
-    num_frontends: Annotated[int, typer.Option(min=0, help="Frontends in processes of their own.")] = 0,
-    freeze_for: Annotated[float | None, typer.Option(help="Freeze for so many seconds instead of killing.")] = None,
-    test_fail_copies: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
-    ] = 0.0,
-    baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
-    mover: Annotated[str | None, typer.Option(help="The workers' --mover.")] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Kill workers or the router of a local cluster while requests run; check each answer against one engine alone.
-
-    Fails unless every request was answered with the right tokens and every page was free in the end.
-    """
-    if victims == "router" and not num_frontends:
-        raise ConfigError("--victims: without --num-frontends a router's death ends its clients' streams")
-    spec = replace(own.spec("chaos", mover=mover), num_frontends=num_frontends)
-    faulty = own.spec("chaos", mover=mover, test_fail_copies=test_fail_copies or None)
-    faulty = replace(faulty, num_frontends=num_frontends)
-    faults = FaultPlan(kill_every, freeze_for, known.seed, victims) if kill_every else None
-    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
-    if baseline:
-        trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
-    requests = known.requests(own, spec.model)
-    verdicts = [run(run_chaos(trial, requests, report)) for trial in trials]
-    results = [verdict.result for verdict in verdicts]
-    show(json_file, results, "", *(problem for verdict in verdicts for problem in verdict.tally.problems))
-    if not all(verdict.is_clean for verdict in verdicts):
-        raise CommandError("not every request was answered as it had to be, or pages were not given back")
 
 
 @grouped_flags
@@ -529,9 +440,7 @@ def sessions(
 
 
 for _command in (
-    accuracy,
     cancel,
-    chaos,
     conversation,
     decoding,
     drafting,
@@ -540,7 +449,6 @@ for _command in (
     frontend,
     handoffs,
     moves,
-    overload,
     ranks,
     router,
     scale,

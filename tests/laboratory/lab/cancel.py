@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import grpc
 
-from lab.live import StatusBoard, all_free, is_busy, started
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import CommandError
 from pdserve.base.roles import POOLS, Role
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import request_of
+from pdserve.measure.live import StatusBoard, all_free, is_busy, started
 from pdserve.measure.outcomes import ANY, Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lab.known_answers import KnownRequest, check_answer
-from lab.live import StatusBoard, recovered, started
 from lab.moves import MovedGap, drained, moved_gaps, over_allowed
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import CommandError
@@ -13,7 +11,8 @@ from pdserve.base.ids import WorkerId
 from pdserve.base.roles import Role
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import Client, new_tenant
-from pdserve.measure.live import Report
+from pdserve.measure.known_answers import KnownRequest, check_answer
+from pdserve.measure.live import Report, StatusBoard, recovered, started
 from pdserve.measure.outcomes import Outcome, Percentiles, percentiles
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link

@@ -16,17 +16,16 @@ from statistics import fmean
 
 import grpc
 
-from lab.chaos import REQUEST_DEADLINE_S, Tally, tally
-from lab.known_answers import KnownRequest, check_answer
-from lab.live import StatusBoard, recovered, saturate, started
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.errors import CommandError
 from pdserve.base.ids import WorkerId
 from pdserve.base.roles import POOLS, Role
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, tally
 from pdserve.measure.client import Client, new_tenant
-from pdserve.measure.live import Report
+from pdserve.measure.known_answers import KnownRequest, check_answer
+from pdserve.measure.live import Report, StatusBoard, recovered, saturate, started
 from pdserve.measure.outcomes import Moved, Outcome, Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 from pdserve.net.operator_client import LauncherClient

@@ -8,18 +8,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from lab.chaos import REQUEST_DEADLINE_S
-from lab.known_answers import KnownRequest, Lengths, check_answer, known_requests
-from lab.live import started
 from lab.moves import roles_of
 from pdserve.autoscaler.journal import read_record
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.roles import POOLS, Role
 from pdserve.launch.folder import RECORD_FILE
 from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.chaos import REQUEST_DEADLINE_S
 from pdserve.measure.client import Timed, new_tenant, slo_of
 from pdserve.measure.html_report import Line, Plot, plot
-from pdserve.measure.live import Report
+from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
+from pdserve.measure.live import Report, started
 from pdserve.measure.outcomes import Objective, Outcome, summarize
 
 LOOK_EVERY_S = 1.0

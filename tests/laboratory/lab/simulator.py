@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from lab.overload import Findings, Trial, calibrate, served
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.worker import Shape
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import Report, live_cluster
 from pdserve.measure.outcomes import Summary, summarize
+from pdserve.measure.overload import Findings, Trial, calibrate, served
 from pdserve.measure.profile import learnt_profile
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile

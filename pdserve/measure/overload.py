@@ -4,10 +4,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lab.live import saturate
 from pdserve.base.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.live import LiveCluster, Report, live_cluster
+from pdserve.measure.live import LiveCluster, Report, live_cluster, saturate
 from pdserve.measure.outcomes import ANY, Objective, Outcome, Summary, summarize
 from pdserve.measure.tables import counted
 from pdserve.measure.workload import Arrival, Workload, random_prompts

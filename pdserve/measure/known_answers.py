@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from lab.offline import LoneEngine
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.offline import LoneEngine
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from virtual_loop import LoopClock, run_virtually
 
-from lab.live import FIRST_IN_FLIGHT, MOST_IN_FLIGHT, Ramp, saturate
 from pdserve.base.errors import CommandError
 from pdserve.measure.client import OpenLoop
+from pdserve.measure.live import FIRST_IN_FLIGHT, MOST_IN_FLIGHT, Ramp, saturate
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import inference_pb2 as inference

@@ -7,8 +7,8 @@ import pytest
 from cluster_states import cluster_state
 from router_fakes import running_router
 
-from lab.live import StatusBoard, recovered
 from pdserve.launch.folder import ProcessState, write_secret
+from pdserve.measure.live import StatusBoard, recovered
 
 ROUTER = ProcessState(name="router", role="router", pid=1, incarnation=1, num_restarts=0)
 

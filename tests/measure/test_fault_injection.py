@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from cluster_states import cluster_state
 
-from lab.chaos import FaultInjector, FaultPlan
 from pdserve.base.clock import MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
+from pdserve.measure.chaos import FaultInjector, FaultPlan
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

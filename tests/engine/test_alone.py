@@ -6,7 +6,7 @@ import pytest
 import torch
 from held_weights import scaled
 
-from lab.offline import LoneEngine
+from pdserve.engine.offline import LoneEngine
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.protocol.kvlayout import KvCode

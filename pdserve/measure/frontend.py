@@ -19,15 +19,14 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from lab.live import serving_process
-from lab.replayed import replay
-from lab.streams import Answered, Api, Stream, open_stream
 from pdserve.base.clock import MonotonicClock
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.launch.folder import free_port
-from pdserve.measure.live import Report
+from pdserve.measure.live import Report, serving_process
 from pdserve.measure.outcomes import Percentiles, percentiles
+from pdserve.measure.replayed import replay
+from pdserve.measure.streams import Answered, Api, Stream, open_stream
 
 _HOST = "127.0.0.1"
 _MODEL = "replayed"

@@ -10,13 +10,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from lab.known_answers import KnownRequest, check_answer
-from lab.live import recovered, started
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.launch.plan import WORKER_ROLES, ClusterSpec
 from pdserve.measure.client import Client
-from pdserve.measure.live import Report
+from pdserve.measure.known_answers import KnownRequest, check_answer
+from pdserve.measure.live import Report, recovered, started
 from pdserve.measure.outcomes import ANY, OK, Outcome, Percentiles, Summary, percentiles, summarize
 from pdserve.measure.tables import counted
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -1,4 +1,4 @@
-"""Connections of `lab frontend`, one for each API: they look at answers only to see that they are whole."""
+"""Connections of `bench frontend`, one for each API: they look at answers only to see that they are whole."""
 
 import asyncio
 import json

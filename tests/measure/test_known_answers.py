@@ -4,8 +4,8 @@ from itertools import islice
 
 import pytest
 
-from lab.chaos import tally
-from lab.known_answers import Lengths, difference, random_requests
+from pdserve.measure.chaos import tally
+from pdserve.measure.known_answers import Lengths, difference, random_requests
 from pdserve.measure.outcomes import Outcome
 
 DUE = {0: (1, 2, 3), 1: (4,)}
