@@ -21,7 +21,7 @@ struct ranks;
 struct states;
 struct recurrence;
 
-/* What calls of a mixture of experts share. The rule by which rows choose is pdserve/model/design.py's `Routing`. */
+/* What calls of a mixture of experts share. The rule by which rows choose is kernels/routing.py's `Routing`. */
 struct mixture {
     void *chosen; /* see chosen.h */
     int64_t num_experts, num_chosen, by_sigmoid, normalized, num_groups, num_kept_groups;
