@@ -40,8 +40,8 @@ _COMPUTED = 3  # raised where heads come to compute KV otherwise: pages of other
 _COMPARED = (  # of a model in several ranks: type and codes beside which a head guesses what it does beside one
     *((dtype, "none") for dtype in ("float32", "bfloat16", "float16")),
     *((dtype, codes) for dtype in ("float32", "bfloat16") for codes in ("int8", "int4")),
-    *(("bfloat16", codes) for codes in ("fp8", "awq")),
 )
+_COMPARED_HEADS = (*_COMPARED, *(("bfloat16", codes) for codes in ("fp8", "awq")))  # of EAGLE-3
 
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
 Guessing = Model | Eagle3Head | MtpHead  # loaded
@@ -86,14 +86,15 @@ def among_ranks(
 ) -> Drafts:
     """Return what guesses as the first of a model's ranks has it; ConfigError where no test has compared it so.
 
-    checkpoint, dtype, quantization: of the model, whose whole embedding a head takes.
+    checkpoint, dtype, quantization: of the model, whose whole embedding a head takes, and a module its head as well.
     """
-    if degrees.tensor == 1 or not isinstance(drafts, HeadFiles):
+    if degrees.tensor == 1 or not isinstance(drafts, HeadFiles | MtpFiles):
         return drafts
-    if (dtype, quantization) not in _COMPARED:
-        form = f"dtype {dtype} and quantization {quantization}"
-        raise ConfigError(f"speculative_config.method: eagle3 is not served beside several ranks with {form} yet")
-    return drafts.with_embedding_of(checkpoint)
+    compared = _COMPARED if isinstance(drafts, MtpFiles) else _COMPARED_HEADS
+    if (dtype, quantization) not in compared:
+        form, method = f"dtype {dtype} and quantization {quantization}", drafts.source.value
+        raise ConfigError(f"speculative_config.method: {method} is not served beside several ranks with {form} yet")
+    return drafts.with_matrices_of(checkpoint)
 
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:

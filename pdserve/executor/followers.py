@@ -72,12 +72,14 @@ class Followers:
         loaded = (str(form.checkpoint.path), form.weights_hash)
         told = config if nodes is None else nodes.told(config, form.dtype)
         settings = told.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
+        guessed = config.speculative_config
         try:
             for index in range(1, size):
                 pages, slots = owns[index] if owns else memory, self.slots if nodes is None else None
                 assert pages is not None, "ranks with devices have memory of their own"
                 setup = Setup(settings, *loaded, index, size, slots, pages, num_pages, has_library, host=host)
                 setup.num_head_layers = form.checkpoint.config.num_head_layers
+                setup.has_module = guessed is not None and guessed.method == "mtp"
                 self._add(setup)
         except BaseException:
             self.close()

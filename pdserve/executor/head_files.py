@@ -23,7 +23,7 @@ from pdserve.checkpoint.checkpoint import EMBEDDING as TARGET_EMBEDDING
 from pdserve.checkpoint.hf_directory import read_json, read_weights, weight_files
 from pdserve.kernels.cpu.layers import INPUT_BITS
 from pdserve.model.config import ModelConfig
-from pdserve.model.decoder import ANGLES
+from pdserve.model.decoder import ANGLES, SHARED_MATRICES, embedding_and_head
 from pdserve.model.eagle3 import EMBEDDING, LAYER, LM_HEAD, Eagle3Head, feature_part
 from pdserve.model.eagle3_config import HeadConfig, read_head
 from pdserve.model.family import Model, Shapes, Tensors, Wanted
@@ -47,7 +47,7 @@ class HeadFiles:
     fingerprint: str  # of config and weights
     source: DraftSource = DraftSource.EAGLE3
 
-    def with_embedding_of(self, target: Checkpoint) -> "HeadFiles":
+    def with_matrices_of(self, target: Checkpoint) -> "HeadFiles":
         """Return the head with the model's whole embedding, unless it has one: for a rank that holds a part of it."""
         return replace(self, weights={f"{EMBEDDING}.weight": target.weights()[TARGET_EMBEDDING], **self.weights})
 
@@ -72,6 +72,12 @@ class MtpFiles:
     fingerprint: str = "mtp"  # beside that of the model
     source: DraftSource = DraftSource.MTP
 
+    def with_matrices_of(self, target: Checkpoint) -> "MtpFiles":
+        """Return the module with the model's whole embedding and head: for a rank that holds a part of them."""
+        names = (f"{name}.weight" for name in SHARED_MATRICES)
+        stored = target.weights()
+        return replace(self, weights={**self.weights, **{name: stored[name] for name in names if name in stored}})
+
     def held(self, quantization: ChosenQuantization) -> Weights:
         """Return the weights as they are loaded, which is as the model is."""
         weights = weights_in_form(self.checkpoint, quantization)
@@ -81,9 +87,12 @@ class MtpFiles:
         """Load the module as its model was loaded."""
         tensors = Tensors(self.held(quantization), model.dtype, model.device)
         ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts)
-        assert model.embedding is not None, "pipeline stages guess nothing"
-        assert model.lm_head is not None, "as well"
-        return MtpHead.build(model.config, tensors, ops, (model.embedding, model.lm_head))
+        embedding, lm_head = model.embedding, model.lm_head
+        if TARGET_EMBEDDING in self.weights:
+            embedding, lm_head = embedding_and_head(model.config, tensors, ops)
+        assert embedding is not None, "pipeline stages guess nothing"
+        assert lm_head is not None, "as well"
+        return MtpHead.build(model.config, tensors, ops, (embedding, lm_head))
 
 
 def open_mtp(checkpoint: Checkpoint) -> MtpFiles:

@@ -42,6 +42,7 @@ class Setup(msgspec.Struct, array_like=True):
     mover: int | None = None  # the descriptor of the socket on which rank 0 drives the mover of that memory
     num_head_layers: int = 0  # of a drafting head that rank 0 has, in all ranks' pages
     host: str = ""  # where this rank's sums with those of other machines listen; empty: all are on one
+    has_module: bool = False  # rank 0, which reads the last layer of all tokens, and not of sampled ones alone
 
 
 class Part(msgspec.Struct, array_like=True):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.features import Features
 from pdserve.engine.runner import RankPages, Runner
 from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
@@ -18,6 +19,7 @@ from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.region import Region
+from pdserve.model.taps import behind_all
 from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
 from pdserve.settings.config import WorkerConfig
@@ -74,6 +76,9 @@ def _load_on_cpu(
         memory = mapped_pages(setup.pages)
     pages = RankPages(memory, are_own=region is not None, are_recorded=ranks is not None)
     runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
+    if setup.has_module:
+        taps = behind_all(model.config.num_layers)
+        runner.keep(Features(taps, setup.num_pages, runner.groups[0].page_size))
     if ranks is None:
         channel.send(Ended())
         channel.receive(Pages)

@@ -29,6 +29,7 @@ from pdserve.model.weights import WHOLE, Rank, Weights
 
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
+SHARED_MATRICES = (EMBEDDING, LM_HEAD)  # with a module that guesses
 ANGLES = "rotary_emb.inv_freq"  # checkpoints may hold them; they follow from the config
 XIELU_CONSTANTS = {".mlp.act_fn.beta": 0.5, ".mlp.act_fn.eps": -1e-6}  # the values that are computed with
 ROUNDED = 0.01  # share by which a file's constant may differ: it may be in bfloat16
@@ -140,21 +141,13 @@ class Decoder:
     @classmethod
     def build(cls, config: ModelConfig, tensors: TensorSource, ops: DeviceOps, rank: Rank = WHOLE) -> Self:
         """Put a rank's part of a model together."""
-        of, sizes, rows = config.design, (config.vocab_size, config.hidden_size), rank.rows()
-        embedding: Linear | None = None
-        head: Linear | None = None
-        is_tied = config.tie_word_embeddings and rank.is_last
-        if rank.is_first or is_tied:
-            table = tensors.take_matrix(EMBEDDING, *sizes, shard=rows)
-            embedding, head = ops.held_embedding(table, tied=is_tied)
-            embedding = vocab_parallel(embedding, rank, config.vocab_size) if rank.is_first else None
+        of = config.design
+        embedding, head = embedding_and_head(config, tensors, ops, rank)
         parts = Parts(config, tensors, ops, rank)
         layers = tuple(
             build_layer(of.layers[index], replace(parts, prefix=f"model.layers.{index}."))
             for index in rank.layers(len(of.layers))
         )
-        if rank.is_last and head is None:
-            head = ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rows))
         return cls(
             config=config,
             rank=rank,
@@ -164,10 +157,27 @@ class Decoder:
             layers=layers,
             ropes=ropes_of(config, tensors.device),
             final_norm=parts.norm(of.head.norm_name, of.head.norm),
-            lm_head=None if head is None else vocab_parallel(head, rank, config.vocab_size),
+            lm_head=head,
             logit_scale=of.head.scale,
             logit_cap=of.head.soft_cap,
         )
+
+
+def embedding_and_head(
+    config: ModelConfig, tensors: TensorSource, ops: DeviceOps, rank: Rank = WHOLE
+) -> tuple[Linear | None, Linear | None]:
+    """Return a rank's part of both; None: another stage has it."""
+    sizes, rows = (config.vocab_size, config.hidden_size), rank.rows()
+    embedding: Linear | None = None
+    head: Linear | None = None
+    is_tied = config.tie_word_embeddings and rank.is_last
+    if rank.is_first or is_tied:
+        embedding, head = ops.held_embedding(tensors.take_matrix(EMBEDDING, *sizes, shard=rows), tied=is_tied)
+    if rank.is_last and head is None:
+        head = ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=config.design.head.bias, shard=rows))
+    of_stage = (embedding if rank.is_first else None, head)
+    first, last = (None if each is None else vocab_parallel(each, rank, config.vocab_size) for each in of_stage)
+    return first, last
 
 
 def ignores(name: str, config: ModelConfig) -> bool:

@@ -19,7 +19,7 @@ from pdserve.model.layers import Layer, build_layer
 from pdserve.model.ops import DeviceOps, Linear, Norm, Ops
 from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope
-from pdserve.model.taps import Taps
+from pdserve.model.taps import Taps, behind_all
 from pdserve.model.weights import WHOLE
 
 TARGETS = (  # families whose modules were tested
@@ -71,7 +71,7 @@ class MtpHead:
         return cls(
             config=config,
             ops=ops,
-            taps=((config.num_layers, None),),
+            taps=behind_all(config.num_layers),
             embedding=embedding,
             before=(parts.norm("enorm", norm), parts.norm("hnorm", norm)),
             joining=ops.held(tensors.take_matrix(f"{parts.prefix}eh_proj", size, 2 * size)),

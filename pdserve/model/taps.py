@@ -11,6 +11,11 @@ Taps = tuple[tuple[int, Linear | None], ...]
 head takes; and the matrix [hidden_size, hidden_size] that multiplies it. Where there is one alone it may have none."""
 
 
+def behind_all(num_layers: int) -> Taps:
+    """Return what leaves what the model's head takes, of all tokens."""
+    return ((num_layers, None),)
+
+
 @dataclass(slots=True)
 class Tap:
     """Collects one step's features: the sum over some layers of a matrix times the hidden states before the layer.

@@ -58,7 +58,7 @@ class SpeculativeConfig(BaseModel):
         if degrees.pipeline > 1:
             return "speculative_config: pipeline stages verify no guesses yet"
         on_cpu = device in ("auto", "cpu")
-        if degrees.tensor > 1 and not self.looks_up and (self.method == "mtp" or not on_cpu):
+        if degrees.tensor > 1 and not self.looks_up and not on_cpu:
             return f"speculative_config.method: {self.method} is not served beside several ranks of device {device} yet"
         if kv_cache_dtype != "auto" and not self.looks_up:
             return f"speculative_config.method: {self.method} is not served with kv_cache_dtype {kv_cache_dtype}"

@@ -45,9 +45,9 @@ def write_model_with_module(family: str, folder: Path, **shape: int) -> Path:
     return folder
 
 
-def write_model_with_a_module_that_is_often_right(family: str, folder: Path) -> Path:
+def write_model_with_a_module_that_is_often_right(family: str, folder: Path, **shape: int) -> Path:
     """Write a model that mostly samples what its last token says, as its module guesses; layers change the rest."""
-    path = write_model_with_module(family, folder) / FILE
+    path = write_model_with_module(family, folder, **shape) / FILE
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

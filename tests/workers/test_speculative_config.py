@@ -59,11 +59,13 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', {}, r"max-tree-depth: 1 is refused"),
         (DRAFT[:-1] + ', "quantization": "int8"}', {}, r"--speculative-config\.quantization: unknown key"),
         (DRAFT, {"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: draft_model is not served"),
-        (MTP, {"tensor_parallel_size": 2}, "speculative_config.method: mtp is not served beside several ranks"),
-        (
-            DRAFT,
-            {"tensor_parallel_size": 2, "device": "interpreter"},
-            "speculative_config.method: draft_model is not served beside several ranks of device interpreter",
+        *(
+            (
+                given,
+                {"tensor_parallel_size": 2, "device": "interpreter"},
+                f"speculative_config.method: {method} is not served beside several ranks of device interpreter",
+            )
+            for given, method in ((DRAFT, "draft_model"), (MTP, "mtp"))
         ),
         (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
         *(
