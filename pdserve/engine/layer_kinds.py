@@ -116,7 +116,7 @@ def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup],
 
 def pool_in(memory: Tensor, size: tuple[int, ...], *, by_head: bool) -> Tensor:
     """Return memory as a pool of these dimensions. by_head: its pages have one KV head behind the other."""
-    if not by_head:
+    if not by_head or len(size) == 2:  # of several groups: see `pages_of`
         return memory.view(size)
     num_pages, num_layers, parts, num_kv_heads, *run = size
     return memory.view(num_pages, num_kv_heads, num_layers, parts, *run).permute(0, 2, 3, 1, 4, 5)
@@ -129,20 +129,23 @@ def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]
 
 def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int) -> int:
     """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
-    unit = groups[0].page_size * width
-    token = config.kv_parts * config.num_kv_heads * width  # of a layer
+    by_head = groups[0].num_kv_heads  # of a rank with memory of its own: each head has as much of the page
+    token = config.kv_parts * (by_head or config.num_kv_heads) * width  # of a layer
     own = [group.state_elements or group.num_layers * group.page_size * token for group in groups]
-    largest = max(own)
-    return -(-largest // unit) * unit
+    unit = groups[0].page_size * width * (by_head or 1)
+    return -(-max(own) // unit) * unit
 
 
 def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup, width: int) -> Tensor:
     """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
     if kv.dim() > 2:  # of one group
         return kv
-    num_kv_heads = group.num_kv_heads or config.num_kv_heads
-    shape = (group.num_layers, config.kv_parts, num_kv_heads, group.page_size, width)
-    return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)
+    run = group.page_size, width
+    if group.num_kv_heads:  # one behind the other
+        of_heads = kv.view(len(kv), group.num_kv_heads, -1)[..., : group.num_layers * config.kv_parts * math.prod(run)]
+        return of_heads.view(*of_heads.shape[:2], group.num_layers, config.kv_parts, *run).permute(0, 2, 3, 1, 4, 5)
+    shape = (group.num_layers, config.kv_parts, config.num_kv_heads, *run)
+    return kv[:, : math.prod(shape)].view(len(kv), *shape)
 
 
 def paging_of(groups: Sequence[LayerGroup]) -> Paging:

@@ -46,8 +46,10 @@ def own_layout(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> KvLayo
 
     ConfigError where such ranks were not compared with one that has all.
     """
-    if kind := untried_kind(model, **{"layers in several groups": bool(layout.others)}):
+    if kind := untried_kind(model):
         raise ConfigError(f"rank_memory: own is not served for a model with {kind}")
+    if layout.others and degrees.pipeline > 1:
+        raise ConfigError(f"rank_memory: own is not served for {degrees} of a model with layers in several groups")
     if degrees.tensor > model.num_kv_heads:
         heads = f"{degrees.tensor} ranks of {model.num_kv_heads} KV heads, some of which several ranks would hold"
         raise ConfigError(f"rank_memory: own is not served for {heads}")
@@ -81,7 +83,10 @@ def region_of(memory: Tensor, own: OwnPages) -> Region:
 
 
 def _share_of(rank: Rank, layout: KvLayout) -> Share:
-    layers, heads = rank.layers(layout.num_layers), rank.kv_heads(layout.num_kv_heads)
+    """Return a rank's share. Pages of several groups have runs of the first one's K or V in place of its layers."""
+    num_runs = layout.page_bytes // (layout.num_kv_heads * layout.run_bytes)
+    layers = rank.layers(num_runs if layout.others else layout.num_layers)
+    heads = rank.kv_heads(layout.num_kv_heads)
     return Share((layers.start, layers.stop), (heads.start, heads.stop))
 
 

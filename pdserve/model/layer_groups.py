@@ -73,11 +73,11 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
 
 
 def held_by(rank: Rank, config: ModelConfig, groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
-    """Return what a rank with memory of its own has of a model's only group: its layers, and its KV heads of each."""
-    (group,) = groups
+    """Return what a rank with memory of its own has of a model's groups: its layers, and its KV heads of each."""
     own, heads = rank.layers(config.num_layers), rank.kv_heads(config.num_kv_heads)
-    layers = tuple([layer for layer in group.layers if layer in own])
-    return (replace(group, layers=layers, num_kv_heads=heads.stop - heads.start),)
+    layers = [tuple([layer for layer in group.layers if layer in own]) for group in groups]
+    held = {"num_kv_heads": heads.stop - heads.start}
+    return tuple([replace(group, layers=of, **held) for group, of in zip(groups, layers, strict=True)])
 
 
 def _with_states(config: ModelConfig, page_size: int, *, powers_of_two: bool) -> tuple[LayerGroup, ...]:

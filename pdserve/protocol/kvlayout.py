@@ -94,11 +94,24 @@ class KvLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a page, which are the same in every group: whole slots of a head in the largest pages."""
-        unit = self.page_size * row_bytes(self.dtype, self.head_dim)
-        own = self.num_layers * self.kv_parts * self.num_kv_heads * unit
+        """Return the bytes of a page, which are the same in every group: whole runs of the first group.
+
+        Where one KV head is behind the other, each has as many of them.
+        """
+        own = self.num_layers * self.kv_parts * self.num_kv_heads * self.run_bytes
         largest = max([own, *[group.page_bytes(self.dtype) for group in self.others]])
+        unit = self.run_bytes * (self.num_kv_heads if self.is_by_head else 1)
         return -(-largest // unit) * unit
+
+    @property
+    def is_by_head(self) -> bool:
+        """Say whether pages have one KV head behind the other, so that ranks may hold some of them."""
+        return self.page_digest in RUNS.values()
+
+    @property
+    def run_bytes(self) -> int:
+        """Return the bytes of K, or of V, of a head and layer in a page of the first group."""
+        return self.page_size * row_bytes(self.dtype, self.head_dim)
 
     @property
     def token_bytes(self) -> int:

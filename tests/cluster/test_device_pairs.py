@@ -12,23 +12,31 @@ from wired_cluster import Pools, wired_cluster
 ON_CPU: Mapping[str, object] = {}
 ONE: Mapping[str, object] = {"device": "interpreter"}
 TWO: Mapping[str, object] = {**ONE, "tensor_parallel_size": 2}
+LAYERS: Mapping[str, object] = {"num_hidden_layers": 2}
+# Pages of 8 and of 16 tokens, and a prompt may be longer than the window.
+WINDOWS: Mapping[str, object] = {"num_hidden_layers": 2, "sliding_window": 24}
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_pages": 64, "dtype": "float32"}
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("prefills", "decodes"),
+    ("family", "shape", "prefills", "decodes"),
     [
-        ([ONE], [TWO]),
-        pytest.param([ON_CPU, ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
-        pytest.param([TWO], [ON_CPU], marks=pytest.mark.long),
+        ("llama3", LAYERS, [ONE], [TWO]),
+        pytest.param("llama3", LAYERS, [ON_CPU, ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
+        pytest.param("llama3", LAYERS, [TWO], [ON_CPU], marks=pytest.mark.long),
+        pytest.param("gpt-oss", WINDOWS, [ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
     ],
 )
 def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cpus(
-    tmp_path: Path, prefills: list[Mapping[str, object]], decodes: list[Mapping[str, object]]
+    tmp_path: Path,
+    family: str,
+    shape: Mapping[str, object],
+    prefills: list[Mapping[str, object]],
+    decodes: list[Mapping[str, object]],
 ) -> None:
-    model = write_model("llama3", tmp_path / "model", num_hidden_layers=2)
+    model = write_model(family, tmp_path / "model", **shape)
     pools = Pools(
         tuple(f"prefill-{i}" for i in range(len(prefills))), tuple(f"decode-{i}" for i in range(len(decodes)))
     )
@@ -69,8 +77,11 @@ def test_a_running_answer_moves_between_workers_of_one_and_of_two_ranks_with_dev
 
 
 @pytest.mark.long
-def test_what_ranks_with_devices_hold_of_an_answer_is_fetched_for_the_next_turn(tmp_path: Path) -> None:
-    model, pools = write_model("llama3", tmp_path / "model", num_hidden_layers=1), Pools(("prefill-0",), ("decode-0",))
+@pytest.mark.parametrize(("family", "shape"), [("llama3", {"num_hidden_layers": 1}), ("gpt-oss", WINDOWS)])
+def test_what_ranks_with_devices_hold_of_an_answer_is_fetched_for_the_next_turn(
+    family: str, shape: Mapping[str, object], tmp_path: Path
+) -> None:
+    model, pools = write_model(family, tmp_path / "model", **shape), Pools(("prefill-0",), ("decode-0",))
     own, flags = {"prefill-0": ONE, "decode-0": TWO}, {**SMALL, "rank_memory": "own"}
     with wired_cluster(tmp_path, model, pools, flags, {"placement": "goodput"}, own) as cluster:
         for turn in range(5):  # the router learns what computing costs

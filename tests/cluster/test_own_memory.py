@@ -37,24 +37,29 @@ class Copied:
 
     name: str
     num_tokens: int
+    num_pages: int  # that a hand-off of the prompt sends
     num_layers: int
     num_heads: int
     head_dim: int
     flags: tuple[str, ...]
+    family: str = "llama3"
 
     def model(self, folder: Path) -> Path:
         shape = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_heads}
         layers = {"num_hidden_layers": self.num_layers, "head_dim": self.head_dim}
-        return write_model("llama3", folder / "model", **layers, **shape)
+        return write_model(self.family, folder / "model", **layers, **shape)
 
 
 # The KV, 31 MiB, is more than the sockets between two workers hold.
-ON_CPUS = Copied("CPUs", 2000, 2, 8, 128, ("--prefill-tp", "2", "--decode-pp", "2"))
+ON_CPUS = Copied("CPUs", 2000, 125, 2, 8, 128, ("--prefill-tp", "2", "--decode-pp", "2"))
+# Of 80 tokens each in the layer that sees all, and of 16 in five layers with a window of 96 tokens.
+WINDOWS = Copied("windows", 2400, 30 + 6, 6, 8, 128, ("--prefill-tp", "2", "--decode-tp", "2"), "gemma3")
 # Small, since Triton's interpreter computes it. The receiver acknowledges no byte meanwhile.
 ON_DEVICES = Copied(
-    "devices", 48, 1, 4, 32, ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
+    "devices", 48, 3, 1, 4, 32, ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
 )
-EACH = pytest.mark.parametrize("copied", [ON_CPUS, ON_DEVICES], ids=lambda copied: copied.name)
+Writing = tuple[grpc.Call, Answer, str]
+EACH = pytest.mark.parametrize("copied", [ON_CPUS, WINDOWS, ON_DEVICES], ids=lambda copied: copied.name)
 
 pytestmark = pytest.mark.slow
 
@@ -118,26 +123,48 @@ def test_more_ranks_hand_off_to_fewer_and_fewer_to_more(
 def assert_hands_off(
     model: Path, oracle: PreTrainedModel, flags: tuple[str, ...], lengths: tuple[int, ...], folder: Path
 ) -> None:
-    """Have a cluster answer prompts of these lengths, after a hand-off each."""
+    """Have a cluster answer prompts of these lengths, after a hand-off each, and then one that begins with the last."""
     with live_cluster(folder, model, *flags) as cluster:
         asked = [prompt(length, length) for length in lengths]
         answers = cluster.generate_all([greedy(each, 24) for each in asked])
-        for each, answer in zip(asked, answers, strict=True):
+        cluster.wait_for(is_idle, 5)
+        again = [*asked[-1], *answers[-1].tokens[0], 7, 8]
+        answers.append(cluster.generate(greedy(again, 24)))
+        for each, answer in zip([*asked, again], answers, strict=True):
             assert_right(oracle, each, answer.tokens[0], 24)
             assert answer.ledger.handoff_bytes > 0
+        assert answers[-1].ledger.handoff_pages_reused > 0
         status = cluster.wait_for(is_idle, 5)
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
 
 
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"),
+    [
+        ("gpt-oss", "1", "2"),
+        pytest.param("gpt-oss", "2", "1", marks=pytest.mark.long),
+        pytest.param("gpt-oss", "2", "2", marks=pytest.mark.long),
+        pytest.param("gemma3", "1", "2", marks=pytest.mark.long),
+        pytest.param("gemma3", "2", "1", marks=pytest.mark.long),
+        pytest.param("gemma3", "2", "2", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_of_models_with_windows_answer_as_transformers_does_beyond_the_window_and_behind_a_prefix(
+    family: str, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    model, sizes = write_model(family, tmp_path / "model"), ("--prefill-tp", prefill, "--decode-tp", decode)
+    assert_hands_off(model, load_oracle(model), (*sizes, *OWN), (40, 300), tmp_path)
+
+
 @contextmanager
-def copying(cluster: LiveCluster, asked: list[int], num_prefills: int = 1) -> Iterator[tuple[grpc.Call, Answer, str]]:
+def copying(cluster: LiveCluster, copied: Copied, asked: list[int], num_prefills: int = 1) -> Iterator[Writing]:
     """Ask for an answer whose pages are on their way throughout the block: no rank of the receiver reads what comes.
 
     Yields the call, the answer with its first token, and the name of the worker whose ranks write.
     """
     with cluster.frozen(*[f"prefill-{number}" for number in range(num_prefills)]):
         call = cluster.start(greedy(asked, ANSWER))
-        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == len(asked) // 16, 20)
+        status = cluster.wait_for(lambda status: load_of(status, "decode-0").pages_granted == copied.num_pages, 20)
     (writer,) = [w.registration.worker_id for w in status.workers if w.num_assigned and w.load.pages_granted == 0]
     answer = Answer()
     with stopped(*processes_of(cluster, "decode-0")):
@@ -173,7 +200,7 @@ def test_a_rank_that_ends_while_pages_are_copied_ends_its_worker_and_its_prompts
     sizes = (*copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
-        with copying(cluster, asked) as (call, answer, writer):
+        with copying(cluster, copied, asked) as (call, answer, writer):
             ranks = processes_of(cluster, writer)
             ranks[victim].kill()
             until(lambda: cluster.state.pid_of(writer) not in (None, ranks[0].pid))
@@ -195,7 +222,7 @@ def test_a_receiver_that_ends_while_ranks_copy_to_its_ranks_is_copied_to_anew_on
     sizes = (*copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
-        with copying(cluster, asked) as (call, answer, _):
+        with copying(cluster, copied, asked) as (call, answer, _):
             processes_of(cluster, "decode-0")[victim].kill()
         answer.read(call)
         assert answer.ledger.attempts in (2, 3), "one may fail before the router knows that the worker has ended"
@@ -217,7 +244,7 @@ def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(
     sizes = ("--prefill", "2", *copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster, ExitStack() as frozen:
         meet(cluster, 2)
-        with copying(cluster, asked, 2) as (call, answer, writer):
+        with copying(cluster, copied, asked, 2) as (call, answer, writer):
             frozen.enter_context(stopped(processes_of(cluster, writer)[frozen_rank]))
         if frozen_rank == 0:
             answer.read(call)
@@ -225,9 +252,9 @@ def test_pages_that_a_frozen_rank_may_write_stay_in_quarantine_until_it_thaws(
             assert_right(load_oracle(model), asked, answer.tokens[0], ANSWER)
         else:
             call.cancel()
-        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == len(asked) // 16, 10)
+        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == copied.num_pages, 10)
         with pytest.raises(AssertionError, match="not within"):
-            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined < len(asked) // 16, 6)
+            cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined < copied.num_pages, 6)
         frozen.close()
         status = cluster.wait_for(is_idle, 20)
         assert load_of(status, "decode-0").num_digest_mismatches == 0
@@ -242,11 +269,11 @@ def test_pages_that_a_frozen_rank_may_write_come_back_when_it_is_killed(tmp_path
     sizes = (*copied.flags, *OVER_TCP, *PATIENT)
     with live_cluster(tmp_path, model, *sizes, *OWN) as cluster:
         meet(cluster, 1)
-        with copying(cluster, asked) as (call, _, writer):
+        with copying(cluster, copied, asked) as (call, _, writer):
             (rank,) = ranks_of(cluster, writer)
             rank.suspend()
         call.cancel()
-        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == len(asked) // 16, 10)
+        cluster.wait_for(lambda status: load_of(status, "decode-0").pages_quarantined == copied.num_pages, 10)
         rank.kill()
         cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
         answer = cluster.generate(greedy(asked, ANSWER))
@@ -259,3 +286,9 @@ def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_ranks_with
 ) -> None:
     own = {"decode-0": {"pipeline_parallel_size": 2}, "decode-1": {"tensor_parallel_size": 2}}
     moving.assert_an_answer_moves(tmp_path, own, rank_memory="own")
+
+
+@pytest.mark.long
+def test_a_running_answer_of_a_model_with_windows_moves_between_workers_of_one_and_of_two_ranks(tmp_path: Path) -> None:
+    own = {"decode-1": {"tensor_parallel_size": 2}}
+    moving.assert_an_answer_moves(tmp_path, own, "gemma3", rank_memory="own")

@@ -15,16 +15,19 @@ from transformers import PreTrainedModel
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.hf_directory import open_directory
-from pdserve.engine.layer_kinds import paging_of, pool_size
+from pdserve.engine.layer_kinds import pages_of, paging_of, pool_size
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import KERNEL_DEVICES
 from pdserve.executor.loading import describe_layout
+from pdserve.executor.rank_memory import own_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.layer_groups import layer_groups
+from pdserve.model.layer_groups import held_by, layer_groups
 from pdserve.model.loading import load_model
+from pdserve.model.weights import Rank
 from pdserve.protocol.paging import CHUNKS_AT_ONCE
 from pdserve.settings.config import Device
+from pdserve.settings.degrees import Degrees
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +139,23 @@ def with_kinds(num_full: int, num_windows: int, num_head_layers: int = 0) -> Mod
     kinds = ["full_attention"] * num_full + ["sliding_attention"] * num_windows
     own = {"num_hidden_layers": len(kinds), "sliding_window": WINDOW, "layer_types": kinds}
     return replace(ModelConfig.from_hf(BASE | own), num_head_layers=num_head_layers)
+
+
+@pytest.mark.parametrize("num_windows", [4, 5, 3, 9])  # pages of both groups are full, or those of one have room
+def test_a_rank_with_memory_of_its_own_has_its_heads_of_all_groups_at_one_place_in_the_page(num_windows: int) -> None:
+    config = with_kinds(2, num_windows)
+    groups, width = layer_groups(config, 16), config.head_dim
+    whole, held = (held_by(rank, config, groups) for rank in (Rank(), Rank(1, 2)))
+    size = pool_size(config, 3, whole, width)
+    pool = torch.arange(math.prod(size)).view(size)
+    part = pool.view(3, config.num_kv_heads, -1)[:, 1].contiguous()
+    assert tuple(part.shape) == pool_size(config, 3, held, width)
+    layout = own_layout(config, describe_layout(config, "weights", 16, "float32", "cpu"), Degrees(2))
+    assert part[0].numel() * 4 * 2 == layout.page_bytes
+    for of_whole, of_rank in zip(whole, held, strict=True):
+        of_all, own = (pages_of(kv, config, of, width) for kv, of in ((pool, of_whole), (part, of_rank)))
+        assert own.shape == (3, len(of_rank.layers), 2, 1, of_rank.page_size, width)
+        assert torch.equal(of_all[:, :, :, 1:], own)
 
 
 @pytest.mark.parametrize("num_head_layers", [0, 1])

@@ -111,6 +111,12 @@ CHUNKED = {  # of Llama 4
     "rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 64},
 }
 
+# Pages of the layers that see all tokens have fewer bytes than those of the other layers.
+UNEVEN = {
+    "num_hidden_layers": 7,
+    "layer_types": [f"{'full' if place in (2, 5) else 'sliding'}_attention" for place in range(7)],
+}
+
 
 def causal(config: Callable[..., PreTrainedConfig], **own: object) -> Callable[[dict[str, Any]], PreTrainedModel]:
     """Return what makes a model of SHAPE, with what the family adds to it, and with what a test asks for."""

@@ -52,6 +52,11 @@ ASKED: list[Asked] = [
 ]
 AGAIN: list[Asked] = [([*prompt(45, 1), 7, 8], GREEDY)]  # behind pages that are cached
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "vocab_size": 511}
+WINDOWS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 24,
+}
 PLAN = StepPlan((Chunk((1, 2, 3), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(),))))
 
 
@@ -81,6 +86,8 @@ def tokens_of(result: StepResult) -> list[list[int]]:
     ("family", "shape"),
     [
         ("llama3", NINE_HEADS),  # one KV head, and two; 255 tokens, and 256
+        pytest.param("gpt-oss", {"num_hidden_layers": 2, "sliding_window": 24}, marks=pytest.mark.long),
+        pytest.param("gemma3", WINDOWS, marks=pytest.mark.long),
         pytest.param("qwen3-moe", {}, marks=pytest.mark.long),
         pytest.param("llama3", {}, marks=pytest.mark.long),
         pytest.param("qwen2", {}, marks=pytest.mark.long),
@@ -88,9 +95,9 @@ def tokens_of(result: StepResult) -> list[list[int]]:
     ],
 )
 def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
-    family: str, shape: dict[str, int], tmp_path: Path
+    family: str, shape: dict[str, object], tmp_path: Path
 ) -> None:
-    folder, found = write_model(family, tmp_path, num_hidden_layers=1, **shape), []
+    folder, found = write_model(family, tmp_path, **{"num_hidden_layers": 1, **shape}), []
     for settings, depth in (({}, 1), (ALONE, 2), (RANKS, 2)):
         with engine_of(worker_config(folder, **settings)) as engine:
             assert len(ranks()) == (settings == RANKS)
@@ -300,7 +307,6 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("family", "settings", "problem"),
     [
-        ("gemma3", {}, "rank_memory: own is not served for a model with layers in several groups"),
         ("lfm2", {}, "with layers with a state|with states|layers with a state"),
         ("deepseek-v2", {}, "rank_memory: own is not served for a model with latent rows"),
         ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),

@@ -58,7 +58,7 @@ def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
 @pytest.mark.parametrize(
     ("family", "settings", "problem"),
     [
-        ("gemma3", {}, "a model with layers in several groups"),
+        ("gemma3", {"pipeline_parallel_size": 2}, "2 pipeline stages of a model with layers in several groups"),
         ("lfm2", {}, "a model with states"),
         ("deepseek-v2", {}, "a model with latent rows"),
         ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),
@@ -74,17 +74,18 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "shares"),
+    ("family", "settings", "shares"),
     [
-        ({}, [Share((0, 3), (0, 2))]),
-        ({"tensor_parallel_size": 2}, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
-        ({"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
+        ("llama3", {}, [Share((0, 3), (0, 2))]),
+        ("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
+        ("llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
+        ("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))]),  # K and V of its layer that sees all tokens
     ],
 )
 def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
-    tmp_path: Path, settings: dict[str, object], shares: list[Share]
+    tmp_path: Path, family: str, settings: dict[str, object], shares: list[Share]
 ) -> None:
-    write_model("llama3", tmp_path, num_hidden_layers=3)
+    write_model(family, tmp_path)
     config = worker(tmp_path, **settings)
     engine = build_engine(config, open_model(config), b"secret", lambda _: None)
     mover = build_mover(config, Peer(WorkerId("w"), new_incarnation()), engine.executor, lambda _: None, b"secret")
