@@ -35,20 +35,24 @@ _UNREAD = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops
 
 
 @dataclass(slots=True)
-class _Line:
+class Line:
     """The draft of one chunk."""
 
     place: int  # of the chunk in the plan
     pages: Seq[PageId]
-    tokens: Seq[int]  # to be computed next
-    start: int  # position of the first of them
+    tokens: Seq[int]  # to be computed next; of a head: those that follow what it takes in
+    start: int  # position of the first that is computed, or taken in
     spec: SampleSpec | None  # what to sample behind them; None: there are more tokens to come
     num_guesses: int
     guesses: list[int] = field(default_factory=list)
 
+    def samples(self) -> tuple[SampleSpec, ...]:
+        """Return how the next guess is sampled, if any is."""
+        return () if self.spec is None else (behind(self.spec, self.guesses),)
+
     def chunks(self) -> list[Chunk]:
         """Return what to compute next; the last of it samples a guess. A few tokens are rows, as of decoding steps."""
-        samples = () if self.spec is None else (behind(self.spec, self.guesses),)
+        samples = self.samples()
         if self.spec is None or len(self.tokens) > FEW:
             return [Chunk(self.tokens, self.start, self.pages, samples)]
         rows = [(token,) for token in self.tokens]
@@ -148,7 +152,7 @@ class ModelDrafter(Drafter):
             open_lines = self._pass(open_lines)
         return {line.place: tuple(line.guesses) for line in lines}
 
-    def _pass(self, lines: list[_Line]) -> list[_Line]:
+    def _pass(self, lines: list[Line]) -> list[Line]:
         """Let the model compute once; return the lines that want another guess."""
         chunks, lasts = list[Chunk](), list[int]()
         for line in lines:
@@ -163,17 +167,17 @@ class ModelDrafter(Drafter):
         return going_on
 
 
-def _line(place: int, chunk: Chunk, draft: Draft, kept: Tokens) -> _Line:
+def _line(place: int, chunk: Chunk, draft: Draft, kept: Tokens) -> Line:
     """Return what is drafted for a chunk, of which a step has kept guesses and sampled one more token."""
     (spec,), start = chunk.samples, draft.start
     if start + len(draft.token_ids) < chunk.start:
-        return _Line(place, chunk.pages, draft.token_ids, start, None, 0)
+        return Line(place, chunk.pages, draft.token_ids, start, None, 0)
     sampled = [token.token_id for token in kept]
     tokens = [*draft.token_ids, chunk.token_ids[0], *sampled]
     if start > chunk.start:  # of its guesses it has computed all but the last
         num_right = min(len(kept), max(1, chunk.num_drafts))
         tokens, start = tokens[num_right:], chunk.start + num_right
-    return _Line(place, chunk.pages, tokens, start, guessed(behind(spec, sampled)), draft.num_guesses)
+    return Line(place, chunk.pages, tokens, start, guessed(behind(spec, sampled)), draft.num_guesses)
 
 
 def guessed(spec: SampleSpec) -> SampleSpec:

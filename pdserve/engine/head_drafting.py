@@ -13,7 +13,6 @@ behind what the sequence has computed, where the next step writes.
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -21,44 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.base.ids import PageId
 from pdserve.base.values import value
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, Ints, PoolShape
-from pdserve.engine.drafting import Drafter, guessed
+from pdserve.engine.drafting import Drafter, Line, guessed
 from pdserve.engine.features import Features
 from pdserve.engine.layer_kinds import A, ByLayer, LayerKind, pages_of
 from pdserve.engine.masks import TokenMasks, token_masks
 from pdserve.engine.runner import Runner, compiled_attention
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
 from pdserve.engine.verification import behind
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.guessing_head import Head
 from pdserve.model.layer_groups import LayerGroup
-
-
-@dataclass(slots=True)
-class _Line:
-    """What the head takes in of one chunk, and what it guesses behind that."""
-
-    place: int  # of the chunk in the plan
-    pages: Seq[PageId]
-    following: Seq[int]  # the tokens that follow those at positions start, start + 1, …
-    start: int
-    spec: SampleSpec | None  # what to sample behind them; None: nothing
-    num_guesses: int
-    guesses: list[int] = field(default_factory=list)
-
-    def chunk(self) -> Chunk:
-        samples = () if self.spec is None else (behind(self.spec, self.guesses),)
-        return Chunk(self.following, self.start, self.pages, samples, Phase.DECODE)
-
-    def take(self, guess: int) -> bool:
-        """Take in a guess; return whether another one is wanted."""
-        self.guesses.append(guess)
-        self.start, self.following = self.start + len(self.following), (guess,)
-        return len(self.guesses) < self.num_guesses
 
 
 @value
@@ -160,7 +135,7 @@ class HeadDrafter(Drafter):
             open_lines, given = self._pass(open_lines, given)
         return {line.place: tuple(line.guesses) for line in lines}
 
-    def _lines(self, plan: StepPlan, result: StepResult) -> list[_Line]:
+    def _lines(self, plan: StepPlan, result: StepResult) -> list[Line]:
         lines = []
         for place, (chunk, tokens) in enumerate(zip(plan.chunks, result.tokens, strict=True)):
             following = _following(chunk, [token.token_id for token in tokens[0]] if tokens else [])
@@ -170,24 +145,25 @@ class HeadDrafter(Drafter):
             if chunk.draft is not None:
                 spec, num_guesses = guessed(behind(chunk.samples[0], following)), chunk.draft.num_guesses
             taken = len(following) - 1 if self._passes.follows_steps else 0  # the last one's output is a feature
-            lines.append(_Line(place, chunk.pages, following[taken:], chunk.start + taken, spec, num_guesses))
+            lines.append(Line(place, chunk.pages, following[taken:], chunk.start + taken, spec, num_guesses))
         return lines
 
-    def _given(self, lines: Seq[_Line]) -> Tensor:
+    def _given(self, lines: Seq[Line]) -> Tensor:
         """Return the features of the model that lines take in."""
         slots, size = [], self._passes.page_size
         for line in lines:
-            positions = np.arange(line.start, line.start + len(line.following))
+            positions = np.arange(line.start, line.start + len(line.tokens))
             pages = np.asarray(line.pages, np.int64)[positions // size]
             slots.append(pages * size + positions % size)
         return self._passes.features_of(np.concatenate(slots))
 
-    def _pass(self, lines: Seq[_Line], given: Tensor) -> tuple[list[_Line], Tensor]:
+    def _pass(self, lines: Seq[Line], given: Tensor) -> tuple[list[Line], Tensor]:
         """Let the head compute once, from features in the order of lines.
 
         Return the lines that want another guess, and for each of them the output that is its next feature.
         """
-        found = self._passes.run(StepPlan(tuple([line.chunk() for line in lines])), given)
+        chunks = (Chunk(line.tokens, line.start, line.pages, line.samples(), Phase.DECODE) for line in lines)
+        found = self._passes.run(StepPlan(tuple(chunks)), given)
         if found is None:
             return [], given
         going_on = [n for n, line in enumerate(lines) if n not in found.stuck and line.take(found.token_ids[n])]
