@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from pdserve.executor.rank_frames import Setup
 from pdserve.executor.rank_process import start_rank
 from pdserve.net.certificates import Part
 from pdserve.net.credentials import Credentials
+from pdserve.net.dns import addresses_of, check_names
 from pdserve.net.frames import packed, whole_frame
 from pdserve.net.health import answering
 from pdserve.net.rpc import identify, join_address
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 JOIN, CARRY = "/pdserve.v1.NodeService/Join", "/pdserve.v1.NodeService/Carry"
 END_S = 5.0  # for a rank whose sockets are closed
+RETRY_S = 1.0  # between two attempts to reach the worker's own process
+ANSWER_S = 5.0  # for that process to answer
+ABSENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 REMEDIES = {
     grpc.StatusCode.UNAUTHENTICATED: "secret_file",
     grpc.StatusCode.PERMISSION_DENIED: "identity_dir",
@@ -55,6 +59,8 @@ JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[wire.JoinRequest, wire.JoinResp
 async def serve(config: WorkerNodeConfig) -> int:
     """Run the ranks of this machine until the worker ends; return the exit status."""
     check_interface(config.handoff_host, has_identity=config.identity_dir is not None)
+    address = join_address(config.master_addr, config.master_port)
+    check_names((address,), "master_addr")
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
     checkpoint = open_checkpoint(resolve_model(config.model))
     greeting = wire.NodeGreeting(
@@ -65,20 +71,12 @@ async def serve(config: WorkerNodeConfig) -> int:
         num_processors=len(os.sched_getaffinity(0)),
         devices=await asyncio.to_thread(devices_here),
     )
-    address = join_address(config.master_addr, config.master_port)
     async with (
         answering(config) as health,
         showing(config, lambda: (), credentials.identity),
-        credentials.channel(address, Part.WORKER) as channel,
+        reached(credentials, address, config.join_timeout_s) as leader,
     ):
-        leader = Leader(channel, credentials.secret, address)
-        try:
-            async with asyncio.timeout(config.join_timeout_s):
-                call, accepted = await leader.join(greeting)
-        except TimeoutError:
-            raise CommandError(
-                f"join_timeout_s: {address} took no node in within {config.join_timeout_s:g} s"
-            ) from None
+        call, accepted = await leader.join(greeting)
         logger.info("joined %s at %s, with ranks %s", accepted.worker_id, address, list(accepted.ranks))
         health.start(lambda: True)
         node = RunningNode(config, checkpoint.path, leader, accepted)
@@ -185,14 +183,16 @@ class Leader:
         self._stub = NodeServiceStub(channel)
 
     async def join(self, greeting: wire.NodeGreeting) -> tuple[JoinCall, wire.NodeAccepted]:
-        """Become one of the worker's machines, once the worker is there; ConfigError says why it is refused."""
-        proof = await self._proof_once_there()
-        call = self._stub.Join(metadata=proof)
+        """Become one of the worker's machines; ConfigError says why it is refused."""
         try:
-            await call.write(wire.JoinRequest(greeting=greeting))
-            answer = await call.read()
+            async with asyncio.timeout(ANSWER_S):
+                call = self._stub.Join(metadata=await identify(self._channel, self._secret, JOIN))
+                await call.write(wire.JoinRequest(greeting=greeting))
+                answer = await call.read()
+        except TimeoutError:
+            raise CommandError(f"{self._address}: it does not answer within {ANSWER_S:g} s") from None
         except grpc.aio.AioRpcError as error:
-            raise self._explained(error) from error
+            raise _explained(error, self._address) from error
         assert isinstance(answer, wire.JoinResponse), "the call has not ended, and no error is raised"
         if answer.refused:
             raise ConfigError(answer.refused)
@@ -211,24 +211,52 @@ class Leader:
         await call.write(wire.CarryRequest(opening=wire.CarryOpening(ticket=ticket, rank=rank, socket=kind)))
         return Carried(call)
 
-    async def _proof_once_there(self) -> tuple[tuple[str, bytes], ...]:
-        told = ""
-        while True:
-            state = self._channel.get_state(try_to_connect=True)
-            try:
-                return await identify(self._channel, self._secret, JOIN)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise self._explained(error) from error
-                if (why := str(error.details())) != told:
-                    logger.warning("the worker is not reached yet: %s", why)
-                told = why
-            await self._channel.wait_for_state_change(state)
 
-    def _explained(self, error: grpc.aio.AioRpcError) -> ConfigError | CommandError:
-        if error.code() in REMEDIES:
-            return ConfigError(f"{REMEDIES[error.code()]}: {self._address} refuses it: {error.details()}")
-        return CommandError(f"{self._address}: {error.details()}")
+@asynccontextmanager
+async def reached(credentials: Credentials, address: str, within_s: float) -> AsyncIterator[Leader]:
+    """Dial the worker's own process until it answers; it stays dialled for the length of the block.
+
+    ConfigError where it refuses this process, CommandError where it does not answer in time.
+    """
+    why = ""
+    async with AsyncExitStack() as dialled:
+        try:
+            async with asyncio.timeout(within_s):
+                while isinstance(found := await _dial(credentials, address, dialled), str):
+                    if found != why:
+                        logger.warning("the worker is not reached yet: %s: %s", address, found)
+                    why = found
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            raise CommandError(f"join_timeout_s: {address} is not reached within {within_s:g} s: {why}") from None
+        yield Leader(found, credentials.secret, address)
+
+
+async def _dial(credentials: Credentials, address: str, dialled: AsyncExitStack) -> grpc.aio.Channel | str:
+    """Return a channel to a process that answers, which `dialled` closes; or why there is none yet.
+
+    Looks the name up each time, and dials anew: gRPC itself looks an unknown name up ever less often, at last once in
+    two minutes, and one that it knows at most twice a minute.
+    """
+    try:
+        found = (await addresses_of((address,)))[0]
+        channel = await dialled.enter_async_context(credentials.channel(found, Part.WORKER))
+        await identify(channel, credentials.secret, JOIN, ANSWER_S)
+        return channel
+    except OSError as error:
+        why = str(error.strerror or error)
+    except grpc.aio.AioRpcError as error:
+        if error.code() not in ABSENT:
+            raise _explained(error, address) from error
+        why = str(error.details())
+    await dialled.aclose()
+    return why
+
+
+def _explained(error: grpc.aio.AioRpcError, address: str) -> ConfigError | CommandError:
+    if error.code() in REMEDIES:
+        return ConfigError(f"{REMEDIES[error.code()]}: {address} refuses it: {error.details()}")
+    return CommandError(f"{address}: {error.details()}")
 
 
 class Carried:

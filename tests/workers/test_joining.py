@@ -16,13 +16,13 @@ import pytest
 from model_zoo import write_model
 
 from pdserve import __version__
-from pdserve.base.errors import ConfigError, DeviceError
+from pdserve.base.errors import CommandError, ConfigError, DeviceError
 from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.executor.device_names import devices_here
 from pdserve.executor.joining import Node, Nodes, NodeServicer, RemoteRank, gathering
-from pdserve.executor.worker_node import Carried, JoinCall, Leader
+from pdserve.executor.worker_node import Carried, JoinCall, Leader, reached
 from pdserve.launch.authority import Authority
 from pdserve.launch.folder import free_port, write_secret
 from pdserve.net.certificates import Part
@@ -67,10 +67,11 @@ class Worker:
             yield nodes
 
     @asynccontextmanager
-    async def dialled(self, credentials: Credentials | None = None) -> AsyncIterator[Leader]:
-        used, address = credentials or self.identity(Part.WORKER), f"{HOST}:{self.port}"
-        async with used.channel(address, Part.WORKER) as channel:
-            yield Leader(channel, used.secret, address)
+    async def dialled(
+        self, credentials: Credentials | None = None, *, host: str = HOST, within_s: float = 20.0
+    ) -> AsyncIterator[Leader]:
+        async with reached(credentials or self.identity(Part.WORKER), f"{host}:{self.port}", within_s) as leader:
+            yield leader
 
     def greeting(self, **own: object) -> wire.NodeGreeting:
         is_as = {"version": __version__, "node_rank": 1, "model": self.checkpoint.fingerprint}
@@ -164,18 +165,17 @@ async def gather(worker: Worker, timeout_s: float = 20.0) -> None:
 
 async def test_a_machine_without_a_workers_identity_of_this_cluster_does_not_join(worker: Worker) -> None:
     own, stranger = worker.identity(Part.WORKER), worker.identity(Part.WORKER, Authority.new())
-    wrong: list[tuple[Credentials, type[Exception], str | None]] = [
+    wrong: list[tuple[Credentials, type[Exception], str]] = [
         (Credentials(os.urandom(40), own.identity), ConfigError, "secret_file: .* the cluster's shared secret"),
         (worker.identity(Part.ROUTER), ConfigError, "identity_dir: .* routers may not call"),
-        (stranger, TimeoutError, None),
-        (Credentials(own.secret), TimeoutError, None),  # it has none
+        (stranger, CommandError, "join_timeout_s: .* is not reached within 3 s: .*Tls handshake failed"),
+        (Credentials(own.secret), CommandError, "join_timeout_s: .* is not reached within 3 s: "),  # it has none
     ]
 
-    async def denied(credentials: Credentials, kind: type[Exception], problem: str | None) -> None:
-        async with worker.dialled(credentials) as leader:
-            with pytest.raises(kind, match=problem):
-                async with asyncio.timeout(3.0):
-                    await leader.join(worker.greeting())
+    async def denied(credentials: Credentials, kind: type[Exception], problem: str) -> None:
+        with pytest.raises(kind, match=problem):
+            async with worker.dialled(credentials, within_s=3.0) as leader:
+                await leader.join(worker.greeting())
 
     async with asyncio.TaskGroup() as tasks:
         for each in wrong:
@@ -271,13 +271,45 @@ def send_back(connected: socket.socket, count: int) -> None:
     assert count == 0
 
 
+async def join_by(worker: Worker, host: str, gathered: "asyncio.Task[None]") -> None:
+    """Be a machine that knows its worker by a name, until all have joined."""
+    async with worker.dialled(host=host) as leader:
+        call, sockets = await joined(worker, leader)
+        await gathered
+        assert not call.done()
+        assert len(sockets) == 2
+
+
 async def test_a_machine_waits_for_a_worker_that_is_not_there_yet(worker: Worker) -> None:
-    async with asyncio.TaskGroup() as tasks, worker.dialled() as leader:
-        waiting = tasks.create_task(joined(worker, leader))
+    comes = asyncio.Event()
+
+    async def come() -> None:
+        await comes.wait()
+        await gather(worker)
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(join_by(worker, HOST, tasks.create_task(come())))
         done, _ = await asyncio.wait([waiting], timeout=0.3)
         assert not done
-        await gather(worker)
-        await waiting
+        comes.set()
+
+
+async def test_a_name_is_looked_up_at_each_attempt_and_none_waits_longer_than_the_one_before(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC alone would look an unknown name up after 1, 1.6, 2.6, ... seconds, and a known one each 30 s."""
+    monkeypatch.setattr("pdserve.executor.worker_node.RETRY_S", 0.02)
+    led = iter([*["unknown"] * 20, *["127.0.0.9"] * 20])
+
+    def resolve(name: str) -> frozenset[str]:
+        assert name == f"w0.example:{worker.port}"
+        if (host := next(led, HOST)) == "unknown":
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return frozenset({f"{host}:{worker.port}"})
+
+    monkeypatch.setattr("pdserve.net.dns.resolve", resolve)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        await join_by(worker, "w0.example", tasks.create_task(gather(worker)))
 
 
 async def test_a_machine_that_joined_and_opened_no_sockets_is_named(worker: Worker) -> None:
