@@ -28,6 +28,7 @@ def check_model(
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Machines that the ranks are on.")] = 1,
     rank_memory: Annotated[RankMemory | None, typer.Option(help="Who keeps KV pages; by default the device's.")] = None,
     speculative_config: Annotated[str | None, typer.Option(help="What guesses, as JSON; by default nothing.")] = None,
     as_json: AsJson = False,
@@ -45,7 +46,7 @@ def check_model(
         kv_cache_dtype,
         quantization,
         size,
-        degrees=Degrees(tensor_parallel_size, pipeline_parallel_size),
+        degrees=Degrees(tensor_parallel_size, pipeline_parallel_size, nnodes),
         speculative_config=speculative_config,
         rank_memory=rank_memory,
     )
@@ -72,6 +73,10 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     for name, size in (("ranks", fit.degrees.tensor), ("stages", fit.degrees.pipeline)):
         if size > 1:
             yield name, f"{size}: at most {_size(fit.rank_weight_bytes)} of the weights in each"
+    if (nodes := fit.degrees.nodes) > 1:
+        held = _size(fit.degrees.ranks_per_node * fit.rank_weight_bytes)
+        yield "machines", f"{nodes}: at most {held} of the weights on each, and its share of each page"
+        yield "", "each needs the model's files, and its own handoff_host and identity_dir"
     yield "form", f"{form} ({fit.because})"
     yield "context", f"{fit.max_model_len:,} tokens"
     yield "KV", f"{len(fit.windows)} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"
@@ -84,7 +89,7 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
         kv = f" and {fit.draft_page_bytes:,} bytes a page" if fit.draft_page_bytes else ""
         yield "guesses", f"{fit.draft_method}: about {_size(fit.draft_weight_bytes)} of weights in memory{kv}"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
-    ranks = f" on each of {fit.degrees.tensor} like it" if fit.has_devices else ""
+    ranks = f" on each of {fit.num_alike} like it" if fit.num_alike > 1 else ""
     here = f"{_size(fit.free_bytes)} free: beside the weights{ranks} {room}" if fit.free_bytes else "there is none here"
     yield f"this {fit.device}", here
     yield "chat", "by its template" if fit.has_chat_template else "not served: the model has no chat template"

@@ -84,18 +84,19 @@ class Footprint:
     draft_method: str = ""  # what guesses; empty: nothing does
     draft_weight_bytes: int = 0  # in memory, nearly, beside the model's
     draft_page_bytes: int = 0  # of a draft model, for each page of the model's; KV of a head is in `page_bytes`
-    rank_page_bytes: int = 0  # of the rank that has the most of a page on a device of its own; 0: ranks have none
+    rank_page_bytes: int = 0  # of the rank that has the most of a page, where ranks are on several devices or machines
 
     @property
-    def has_devices(self) -> bool:
-        """Say whether each rank has a device of its own, such as the one that is looked at here."""
-        return self.rank_page_bytes > 0
+    def num_alike(self) -> int:
+        """Return on how many devices or machines like the one here the ranks are, as many on each."""
+        return self.degrees.num_ranks if self.device == "cuda" else self.degrees.nodes
 
     @property
     def num_pages(self) -> int:
-        """Return how many pages fit beside the weights; on devices like the one here, if each rank has one."""
-        if self.has_devices:
-            return max(0, self.free_bytes - self.rank_weight_bytes) // self.rank_page_bytes
+        """Return how many pages fit beside the weights, on all devices or machines like the one here."""
+        if self.num_alike > 1:
+            here = self.degrees.num_ranks // self.num_alike
+            return max(0, self.free_bytes - here * self.rank_weight_bytes) // (here * self.rank_page_bytes)
         held_bytes = self.weight_bytes + self.draft_weight_bytes
         return max(0, self.free_bytes - held_bytes) // (self.page_bytes + self.draft_page_bytes)
 
@@ -138,7 +139,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     if worker.rank_memory == "own":
         check_on_devices(choices.degrees, device, quantization)
         layout = own_layout(config, layout, choices.degrees)
-    has_devices = device == "cuda" and choices.degrees.num_ranks > 1
+    is_apart = choices.degrees.num_ranks > 1 and (device == "cuda" or choices.degrees.nodes > 1)
     rank_shares = shares(config, choices.degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)
@@ -172,7 +173,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         draft_method="" if worker.speculative_config is None else worker.speculative_config.method,
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_token_bytes * layout.page_size,
-        rank_page_bytes=_largest_page(layout, choices.degrees) if has_devices else 0,
+        rank_page_bytes=_largest_page(layout, choices.degrees) if is_apart else 0,
     )
 
 
@@ -180,7 +181,9 @@ def _any_worker(path: Path, choices: Choices) -> WorkerConfig:
     """Return the settings of a worker with these choices; ConfigError where it would refuse them."""
     names = ("device", "dtype", "kv_cache_dtype", "quantization", "page_size", "speculative_config", "rank_memory")
     given: dict[str, object] = {name: getattr(choices, name) for name in names}
-    given |= {"tensor_parallel_size": choices.degrees.tensor, "pipeline_parallel_size": choices.degrees.pipeline}
+    degrees = choices.degrees
+    given |= {"tensor_parallel_size": degrees.tensor, "pipeline_parallel_size": degrees.pipeline}
+    given |= {"nnodes": degrees.nodes}
     given |= {"role": "mixed", "worker_id": "any", "routers": ("127.0.0.1:1",), "secret_file": path}
     return load_config(WorkerConfig, flags={"model": str(path), **given})
 

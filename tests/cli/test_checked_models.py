@@ -305,6 +305,30 @@ def test_own_memory_of_ranks_is_refused_as_workers_refuse_it(tmp_path: Path, pds
             footprint_of(llama, choices)
 
 
+def test_of_ranks_on_several_machines_is_said_what_each_machine_holds(
+    tmp_path: Path, pdserve: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model("llama3", tmp_path, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+    own = {"dtype": "float32", "rank_memory": "own"}
+    monkeypatch.setattr(footprint, "available_bytes", lambda: 2**22)
+    here, apart = (footprint_of(model, Choices(**own, degrees=Degrees(4, 1, nodes))) for nodes in (1, 2))  # type: ignore[arg-type]
+    assert (apart.num_alike, apart.rank_page_bytes * 4) == (2, here.page_bytes)
+    assert apart.num_pages == (2**22 - 2 * apart.rank_weight_bytes) // (here.page_bytes // 2) > 2 * here.num_pages
+    flags = ("--tensor-parallel-size", "2", "--nnodes", "2")
+    said, refused = (
+        pdserve("models", "check", str(model), *flags, *more).stdout for more in (("--rank-memory", "own"), ())
+    )
+    assert "machines      2: at most" in said
+    assert "free: beside the weights on each of 2 like it KV of" in said
+    assert refused == "not served: nnodes: 2 needs rank_memory own: machines share no memory\n"
+    for degrees, problem in (
+        (Degrees(3, 1, 2), "tensor_parallel_size 3 gives them different"),
+        (Degrees(1, 2, 2), "stages"),
+    ):
+        with pytest.raises(ConfigError, match=f"nnodes: 2.* {problem}"):
+            footprint_of(model, Choices(**own, degrees=degrees))  # type: ignore[arg-type]
+
+
 def test_a_tied_head_is_in_the_memory_of_two_stages(tmp_path: Path) -> None:
     folder = write_model("llama3", tmp_path, tie_word_embeddings=True)
     (table,) = [value for name, value in load_file(folder / "model.safetensors").items() if "embed_tokens" in name]
