@@ -104,7 +104,17 @@ class StopRequests:
 
 def end_after(limit_s: float) -> None:
     """End this process after this many seconds, whatever its threads do."""
-    timer = threading.Timer(limit_s, _end_drain, (limit_s,))
+    _end_later(limit_s, f"drain_timeout_s: not drained {limit_s:g} s after a signal", DRAIN_TIMED_OUT_STATUS)
+
+
+def end_after_kill(number: int, limit_s: float) -> None:
+    """End this process, which has killed others because of a signal, after this time: one of them may never end."""
+    why = f"{signal.Signals(number).name}: processes have not ended {limit_s:g} s after they were killed"
+    _end_later(limit_s, why, exit_status(number))
+
+
+def _end_later(limit_s: float, why: str, status: int) -> None:
+    timer = threading.Timer(limit_s, _end_because, (why, status))
     timer.daemon = True
     timer.start()
 
@@ -179,9 +189,9 @@ def _end(number: int, _frame: FrameType | None) -> None:
     os._exit(exit_status(number))
 
 
-def _end_drain(limit_s: float) -> None:
-    _say(f"drain_timeout_s: not drained {limit_s:g} s after a signal: this process ends")
-    os._exit(DRAIN_TIMED_OUT_STATUS)
+def _end_because(why: str, status: int) -> None:
+    _say(f"{why}: this process ends")
+    os._exit(status)
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from pdserve.base.errors import CommandError
 from pdserve.base.processes import exit_status
-from pdserve.base.signals import Request, StopRequests, end_after, end_on_signals, heeded_signals
+from pdserve.base.signals import Request, StopRequests, end_after, end_after_kill, end_on_signals, heeded_signals
 from pdserve.cli.stream import add_message, ask, ledger_line
 from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster
 from pdserve.launch.plan import ClusterSpec
@@ -25,6 +25,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.link import ROLES, paging_from_proto
 
 DEMO_TOKENS = 64
+KILL_LIMIT_S = 5.0  # for processes that were killed to end; one that hangs in a driver does not
 STOP_LIMIT_S = WORKERS_END_S + 0.5  # after drain_timeout_s: when this process ends, and its children with it
 
 
@@ -89,11 +90,11 @@ class Terminal:
 class Stop:
     """What signals do to clusters: once one of them is ready the first signal drains them, any other kills them."""
 
-    def __init__(self, clusters: Sequence[LocalCluster], limit_s: float) -> None:
-        """Listen to signals in the running loop. A drain that lasts for longer than the limit ends this process."""
+    def __init__(self, clusters: Sequence[LocalCluster], limit_s: float, kill_limit_s: float = KILL_LIMIT_S) -> None:
+        """Listen to signals in the running loop. This process ends where a drain, or a kill, lasts beyond its limit."""
         self.asked = asyncio.Event()
         self._clusters = clusters
-        self._limit_s = limit_s
+        self._limit_s, self._kill_limit_s = limit_s, kill_limit_s
         self._requests = StopRequests()
         self.killed_by: signal.Signals | None = None
         for number in heeded_signals():
@@ -105,6 +106,7 @@ class Stop:
             self.killed_by = number
             for cluster in self._clusters:
                 cluster.kill()
+            end_after_kill(number, self._kill_limit_s)
         elif request is Request.FIRST:
             end_after(self._limit_s)
         self.asked.set()

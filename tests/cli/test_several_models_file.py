@@ -195,7 +195,7 @@ async def test_a_signal_drains_all_models_once_one_of_them_may_be_serving(tmp_pa
     clusters = [LocalCluster(cluster_state(ready=False), each, listener) for each in supervisors]
     for cluster in clusters[:num_ready]:
         cluster.ready.set()
-    stop = running.Stop(clusters, limit_s=1e6)
+    stop = running.Stop(clusters, limit_s=1e6, kill_limit_s=1e6)
     os.kill(os.getpid(), signal.SIGTERM)
     await stop.asked.wait()
     kills = num_ready == 0
