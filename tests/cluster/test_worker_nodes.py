@@ -17,6 +17,7 @@ from wired_cluster import Pools, wired_cluster
 from worker_nodes import ranks_of, worker_node
 
 from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.base.signals import SAME_REQUEST_S
 from pdserve.launch.folder import free_port
 from pdserve.launch.plan import flag_arguments
 
@@ -161,6 +162,27 @@ def test_a_machine_that_is_frozen_is_noticed_and_ends_once_it_thaws(model: Path,
         victim.send_signal(signal.SIGCONT)
         assert victim.wait(15) == DEVICE_EXIT_STATUS
         until(lambda: not rank.is_running(), 5)
+
+
+@pytest.mark.parametrize("asked", ["worker", pytest.param("node", marks=LONG)])
+def test_a_second_signal_ends_a_process_at_once_though_the_other_machine_is_frozen(
+    model: Path, tmp_path: Path, asked: str
+) -> None:
+    with serving(tmp_path, model) as machines:
+        (rank,) = machines.ranks
+        process, other = machines.worker, machines.node
+        if asked == "node":
+            process, other = other, process
+        other.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2 * SAME_REQUEST_S)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(3) == 128 + signal.SIGINT
+        if asked == "worker":
+            assert rank.is_running(), "a frozen machine ends nothing"
+        else:
+            until(lambda: not rank.is_running(), 5)
 
 
 @pytest.mark.long
