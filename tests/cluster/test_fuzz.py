@@ -24,7 +24,6 @@ from proofs import proof_for
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from sockets import listening
-from tls_cluster import TlsCluster
 
 from pdserve.base.ids import PROTOCOL_VERSION, Incarnation, Peer, WorkerId
 from pdserve.kvtransfer import wire
@@ -237,10 +236,8 @@ def cluster(
     policy = folder / "policy.yaml"
     policy.write_text(POLICY)
     own = (*PUBLISHED, "--policy", str(policy)) if request.param == "plain" else ("--tls", "--num-frontends", "2")
-    with live_cluster(folder, model, *FLAGS, *own) as plain:
-        cluster = TlsCluster(plain) if request.param == "tls" else plain
+    with live_cluster(folder, model, *FLAGS, *own) as cluster:
         yield cluster
-        cluster.close()
 
 
 def test_garbage_on_every_port_changes_nothing(cluster: LiveCluster) -> None:

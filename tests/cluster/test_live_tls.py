@@ -10,11 +10,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from live_cluster import greedy, live_cluster
+from live_cluster import LiveCluster, greedy, live_cluster
 from proofs import operators_proof
 from scraping import scrape
 from sockets import assert_listens_where_it_says
-from tls_cluster import TlsCluster
 
 from pdserve.launch.authority import Authority, write_certificates
 from pdserve.net.certificates import Part, public_files
@@ -28,18 +27,16 @@ FLAGS = ("--dtype", "float32", "--num-pages", "100", "--tls")
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsCluster]:
-    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS) as plain:
-        cluster = TlsCluster(plain)
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS) as cluster:
         yield cluster
-        cluster.close()
 
 
-def test_it_listens_where_it_says(cluster: TlsCluster) -> None:
+def test_it_listens_where_it_says(cluster: LiveCluster) -> None:
     assert_listens_where_it_says(cluster)
 
 
-def test_no_port_but_metrics_and_health_answers_without_tls(cluster: TlsCluster) -> None:
+def test_no_port_but_metrics_and_health_answers_without_tls(cluster: LiveCluster) -> None:
     state = cluster.state
     handoffs = [each.registration.handoff_address for each in cluster.status().workers]
     for address in (state.endpoint, state.admin, state.launcher, *handoffs):
@@ -50,7 +47,7 @@ def test_no_port_but_metrics_and_health_answers_without_tls(cluster: TlsCluster)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_workers_certificate_and_the_secret_make_no_operator(cluster: TlsCluster) -> None:
+def test_a_workers_certificate_and_the_secret_make_no_operator(cluster: LiveCluster) -> None:
     with cluster.dial(cluster.state.admin, Part.WORKER) as channel:
         proof = operators_proof(channel, cluster.state.secret_file, "GetStatus")
         with pytest.raises(grpc.RpcError) as refused:
@@ -65,7 +62,7 @@ PORTS = [("public", "router", None), ("internal", "router", Part.ROUTER), ("hand
 
 @pytest.mark.parametrize(("port", "process", "part"), PORTS)
 def test_each_refused_connection_is_counted_and_no_other(
-    cluster: TlsCluster, tmp_path: Path, port: str, process: str, part: Part | None
+    cluster: LiveCluster, tmp_path: Path, port: str, process: str, part: Part | None
 ) -> None:
     state = cluster.state
     handoffs = {each.registration.worker_id: each.registration.handoff_address for each in cluster.status().workers}
@@ -91,7 +88,7 @@ def test_each_refused_connection_is_counted_and_no_other(
         assert num_without_call() > num_refused
 
 
-def strangers(cluster: TlsCluster, folder: Path, part: Part | None) -> list[grpc.ChannelCredentials]:
+def strangers(cluster: LiveCluster, folder: Path, part: Part | None) -> list[grpc.ChannelCredentials]:
     """Return what a listener with that part refuses: no certificate, an expired one, and another authority's."""
     if part is None:  # a client that takes the listener for a stranger
         return [grpc.ssl_channel_credentials(Authority.new().pem)]
@@ -112,7 +109,7 @@ def status_of_hello(channel: grpc.Channel) -> grpc.StatusCode:
     return code
 
 
-async def test_certificates_change_while_it_serves(cluster: TlsCluster) -> None:
+async def test_certificates_change_while_it_serves(cluster: LiveCluster) -> None:
     state, asked = cluster.state, greedy([3, *range(5, 60)], 60)
     num_refused, expected = cluster.status().refused.get("secret", 0), cluster.generate(asked)
     running = cluster.start(asked)

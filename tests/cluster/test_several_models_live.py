@@ -16,7 +16,6 @@ from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster
 from looking import until
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 from scraping import Scraped
-from tls_cluster import TlsCluster
 
 from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -170,14 +169,12 @@ def _noting(work: Callable[[], None], failures: list[BaseException]) -> None:
 @pytest.mark.long
 def test_both_models_answer_over_tls_and_their_clusters_trust_one_authority(tmp_path: Path) -> None:
     paths, flags = write_both(tmp_path)
-    with live_cluster(tmp_path, None, *flags, "--tls", name="both") as plain:
-        alpha = TlsCluster(plain)
-        beta = TlsCluster(LiveCluster(plain.process, tmp_path, "both-beta"))
+    with live_cluster(tmp_path, None, *flags, "--tls", name="both") as alpha:
+        beta = LiveCluster(alpha.process, tmp_path, "both-beta")
         for name, cluster in (("alpha", alpha), ("beta", beta)):
             cluster.wait_for(all_ready(2), 60)
             asked = greedy(ids := prompt(40, name), NUM_TOKENS)
             asked.model = name
             (answer,) = alpha.generate(asked).tokens.values()
             assert first_disagreement(load_oracle(paths[name]), ids, answer) is None, name
-        for cluster in (alpha, beta):
-            cluster.close()
+        beta.close()

@@ -16,6 +16,7 @@ import grpc
 from proofs import operators_proof
 
 from pdserve.launch.folder import ClusterState
+from pdserve.net.certificates import IDENTITY_FILES, Part
 from pdserve.net.rpc import Metadata
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -67,15 +68,33 @@ class LiveCluster:
         self._folder, self._name = folder, name
         state = self.state
         self.endpoint = state.endpoint
-        self.channel = grpc.insecure_channel(state.endpoint)
+        self.channel = self.dial(state.endpoint)
         self.inference = InferenceServiceStub(self.channel)
-        self._admin_channel = grpc.insecure_channel(state.admin)
+        self._admin_channel = self.dial(state.admin, Part.OPERATOR)
         self.admin = AdminServiceStub(self._admin_channel)
 
     @property
     def state(self) -> ClusterState:
         (path,) = self._folder.glob(f"pdserve/{self._name}/state.json")
         return ClusterState.model_validate_json(path.read_text())
+
+    @property
+    def certificates(self) -> Path:
+        """The folder of its certificates, where it has some."""
+        identity_dir = self.state.identity_dir
+        assert identity_dir is not None
+        return identity_dir.parent
+
+    def dial(self, address: str, part: Part | None = None, listener: Part = Part.ROUTER) -> grpc.Channel:
+        """Dial as a client, or another process as one with a part."""
+        if self.state.identity_dir is None:
+            return grpc.insecure_channel(address)
+        authority = ((certificates := self.certificates) / "ca.crt").read_bytes()
+        if part is None:
+            return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority))
+        certificate, key, _ = ((certificates / part / name).read_bytes() for name in IDENTITY_FILES)
+        shown = grpc.ssl_channel_credentials(authority, key, certificate)
+        return grpc.secure_channel(address, shown, [("grpc.ssl_target_name_override", listener.host)])
 
     def start(self, request: inference.GenerateRequest, timeout_s: float = 120) -> grpc.Call:
         return self.inference.Generate(request, timeout=timeout_s)

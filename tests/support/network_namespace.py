@@ -1,12 +1,11 @@
 """A network of a test's own, in which packets can be dropped and connections reset."""
 
 import fcntl
-import shutil
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,13 +17,18 @@ TIMEOUT_S = 280  # less than a test may take that runs others inside
 DROP, RESET = "drop", "reject with tcp reset"
 
 
-def run_inside(path: Path) -> None:
-    """Run the tests of a file in a network namespace of their own; skip where this machine has no means for it."""
-    if shutil.which("nft") is None:
-        pytest.skip("needs nft (Debian's package nftables)")
-    enter = ["unshare", "--user", "--map-root-user", "--net"]
-    if shutil.which("unshare") is None or subprocess.run([*enter, "nft", "list", "ruleset"], check=False).returncode:
-        pytest.skip("needs network namespaces for unprivileged users, and nft in them")
+def run_inside(path: Path, needed: Sequence[str] = ("nft", "list", "ruleset")) -> None:
+    """Run the tests of a file in a network namespace of their own; skip where this machine has no means for it.
+
+    needed: a command that has to succeed there. Mounts are the tests' own, too.
+    """
+    enter = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+    try:
+        found = subprocess.run([*enter, *needed], check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs unshare (Debian's package util-linux)")
+    if found.returncode:
+        pytest.skip(f"needs namespaces for unprivileged users, and in them {' '.join(needed)}: {found.stderr}")
     command = [*enter, Path(sys.executable).with_name("pytest"), "-q", "-p", "no:cacheprovider", path]
     inside = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert inside.returncode == 0, inside.stdout[-20_000:]

@@ -19,6 +19,7 @@ from pdserve.base.clock import new_incarnation
 from pdserve.base.files import write_atomically
 from pdserve.launch.folder import ClusterState, ProcessState, free_port, write_secret
 from pdserve.launch.plan import Flags, ProcessRole, flag_arguments
+from pdserve.net.certificates import Part, public_files
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
@@ -51,10 +52,12 @@ class Wiring:
     code: str | None = None  # what processes started from now on run, instead of pdserve as it is
     started: dict[str, tuple[subprocess.Popen[bytes], ProcessState]] = field(default_factory=dict)
     _flags: dict[str, Flags] = field(default_factory=dict)  # of each process, but for its incarnation
+    certificates: Path | None = None  # where `write_certificates` has written those of all parts
 
     def start(self, role: ProcessRole, name: str, flags: Flags) -> subprocess.Popen[bytes]:
         """Start a process with its log in the folder."""
         command, own = (role, {}) if role == "router" else ("worker", {"role": role})
+        own |= {} if self.certificates is None else _shown(self.certificates, command)
         arguments = flag_arguments({"model": self.model, "secret_file": self.secret_file, **own, **flags})
         self._flags[name] = flags
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -93,7 +96,9 @@ class Wiring:
     def state(self) -> ClusterState:
         endpoint, admin = f"{HOST}:{self.public_port}", f"{HOST}:{self.internal_port}"
         processes = tuple(state for _, state in self.started.values())
-        return cluster_state(self.secret_file, name="wired", endpoint=endpoint, admin=admin, processes=processes)
+        identity_dir = self.certificates and self.certificates / Part.OPERATOR
+        reached = {"endpoint": endpoint, "admin": admin, "identity_dir": identity_dir}
+        return cluster_state(self.secret_file, name="wired", processes=processes, **reached)
 
     def log_of(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -102,6 +107,14 @@ class Wiring:
         folder = self.folder / "pdserve" / "wired"
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "state.json", self.state().model_dump_json())
+
+
+def _shown(certificates: Path, command: str) -> Flags:
+    """Return with which certificates a process shows itself."""
+    own: Flags = {"identity_dir": certificates / command}
+    if command == "router":
+        own |= dict(zip(("ssl_certfile", "ssl_keyfile"), public_files(certificates), strict=True))
+    return own
 
 
 class WiredCluster(LiveCluster):
@@ -157,7 +170,7 @@ def wired_cluster(
 ) -> Iterator[WiredCluster]:
     """Run a router and these workers for the length of the block; all must drain and end well.
 
-    `own_flags`: of single workers, by name.
+    `own_flags`: of single workers, by name. All speak TLS if the folder has certificates of all parts.
     """
     workers = (*pools.prefills, *pools.decodes)
     names = [f"{stream} {name}" for stream in ("link", "handoff") for name in workers]
@@ -166,6 +179,7 @@ def wired_cluster(
         ports = free_port(HOST), free_port(HOST)
         secret = found if (found := folder / "secret").exists() else write_secret(folder)
         wiring = Wiring(folder, model, worker_flags, secret, *ports, router_flags or {}, pools.more_routers)
+        wiring.certificates = found if (found := folder / "certificates").exists() else None
         stack.callback(kill_all, wiring)
         wiring.start_router()
         for name in workers:
@@ -179,8 +193,9 @@ def wired_cluster(
 
 
 def _start_worker(wiring: Wiring, role: ProcessRole, name: str, proxies: Mapping[str, FaultProxy], own: Flags) -> None:
-    link, handoff, port = proxies[f"link {name}"], proxies[f"handoff {name}"], free_port(HOST)
-    link.target, handoff.target = (HOST, wiring.internal_port), (HOST, port)
+    host = str({**wiring.worker_flags, **own}.get("handoff_host", HOST))
+    link, handoff, port = proxies[f"link {name}"], proxies[f"handoff {name}"], free_port(host)
+    link.target, handoff.target = (HOST, wiring.internal_port), (host, port)
     wiring.start_worker(role, name, link.address, handoff_port=port, handoff_advertise=handoff.address, **own)
 
 
