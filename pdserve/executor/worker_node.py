@@ -18,7 +18,7 @@ import grpc
 import msgspec
 
 from pdserve import __version__
-from pdserve.base.errors import CommandError, ConfigError, DeviceError
+from pdserve.base.errors import CommandError, ConfigError, DeviceError, first_of
 from pdserve.base.files import name_process
 from pdserve.base.ids import Incarnation
 from pdserve.base.processes import DEVICE_EXIT_STATUS
@@ -105,7 +105,8 @@ class RunningNode:
                 for each in beside:
                     each.cancel()
         except ExceptionGroup as group:
-            status, cause = DEVICE_EXIT_STATUS, group.exceptions[0]
+            status, cause = DEVICE_EXIT_STATUS, first_of(group, Exception)
+            assert cause is not None, "each group holds an error"
             why = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else cause
             logger.critical("the device is broken: %s: this process ends", why, exc_info=_unknown(cause))
         finally:

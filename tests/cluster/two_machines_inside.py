@@ -129,6 +129,7 @@ def test_a_cable_that_is_cut_ends_both_machines_and_another_worker_goes_on_with_
         assert wiring.started["decode-0"][0].wait(NOTICED_S) == DEVICE_EXIT_STATUS
         assert machines.node.wait(NOTICED_S) == DEVICE_EXIT_STATUS
         assert not psutil.pid_exists(rank.pid)
+        assert "Traceback" not in (machines.folder / "node.log").read_text(), "a lost connection is named"
         answers = answering.result(60)
     for each, answer in zip(asked, answers, strict=True):
         assert_right(oracle, each, answer.tokens[0], LONG)
