@@ -90,9 +90,7 @@ def ids_of(
     *,
     allowed: bool = False,
 ) -> list[int]:
-    prompt = template.prompt(talk, options, None if allowed else tokenizer.special_texts)
-    assert options.continue_final_message or prompt.text == template.render(talk, options)
-    return prompt.encoded(tokenizer)
+    return template.encode(talk, options, tokenizer, may_spell=allowed)
 
 
 def specials_in(kind: str, token_ids: list[int]) -> Counter[int]:
