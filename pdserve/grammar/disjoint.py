@@ -2,26 +2,18 @@
 
 Invariant: True is a proof. False says only that none was found. The work is bounded by FUEL.
 
-A proof is by kinds of values: for each kind that both schemas allow there is a reason why no value of that kind matches
-both. References are followed within the schema, and a value is seen as the schema that it alone matches.
+Two schemas are disjoint if they allow no kind of value, or no constant, in common, or if both allow objects alone and a
+property that one requires can have no value in both. References are followed within the schema.
 """
 
 from collections.abc import Mapping
-from math import ceil, floor, inf, isfinite
 from typing import Any
 
-from pdserve.grammar.parts import Schema, is_whole, listed, target
+from pdserve.grammar.parts import Schema, listed, target
 
 FUEL = 10_000  # comparisons of two schemas: some 70 ms of a thread
 MAX_DEPTH = 32
 KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
-_LOWER = (("minimum", False), ("exclusiveMinimum", True))  # the second is not in the range itself
-_UPPER = (("maximum", False), ("exclusiveMaximum", True))
-_LENGTHS = {  # of a kind: the keywords that bound it
-    "string": ("minLength", "maxLength"),
-    "array": ("minItems", "maxItems"),
-    "object": ("minProperties", "maxProperties"),
-}
 
 
 class Prover:
@@ -51,11 +43,8 @@ class Prover:
         mine, theirs = _values(a), _values(b)
         if mine is not None and theirs is not None:
             return set(map(_key, mine)).isdisjoint(map(_key, theirs))
-        if mine is not None:
-            return all(self._by_kind(_alone(value), b, depth) for value in mine)
-        if theirs is not None:
-            return all(self._by_kind(_alone(value), a, depth) for value in theirs)
-        return self._by_kind(a, b, depth)
+        common = _kinds(a) & _kinds(b)
+        return not common or (common == {"object"} and self._by_property(a, b, depth))
 
     def _by_parts(self, a: Schema, b: Schema, depth: int) -> bool:
         """Return whether what `a` refers to or combines is disjoint from `b`."""
@@ -66,27 +55,10 @@ class Prover:
         alternatives = [parts for key in ("anyOf", "oneOf") if (parts := listed(a, key))]
         return any(all(self.are_disjoint(part, b, depth + 1) for part in parts) for parts in alternatives)
 
-    def _by_kind(self, a: Schema, b: Schema, depth: int) -> bool:
-        return all(self._has_reason(kind, a, b, depth) for kind in _kinds(a) & _kinds(b))
-
-    def _has_reason(self, kind: str, a: Schema, b: Schema, depth: int) -> bool:
-        """Return whether no value of a kind matches both."""
-        if kind == "number":
-            return _are_apart(a, b)
-        if kind not in _LENGTHS:
-            return False
-        low, high = _LENGTHS[kind]
-        if max(_number(each, low, 0) for each in (a, b)) > min(_number(each, high, inf) for each in (a, b)):
-            return True
-        if kind == "object":
-            names = {name for each in (a, b) for name in listed(each, "required") if isinstance(name, str)}
-            return any(self.are_disjoint(_property(a, name), _property(b, name), depth + 1) for name in sorted(names))
-        if kind == "array":
-            num_items = max(_number(each, "minItems", 0) for each in (a, b))
-            num_named = max(len(listed(each, "prefixItems")) for each in (a, b)) + 1
-            places = range(int(min(num_items, num_named)))
-            return any(self.are_disjoint(_item(a, place), _item(b, place), depth + 1) for place in places)
-        return False
+    def _by_property(self, a: Schema, b: Schema, depth: int) -> bool:
+        """Return whether no value of a required property matches in both."""
+        names = {name for each in (a, b) for name in listed(each, "required") if isinstance(name, str)}
+        return any(self.are_disjoint(_property(a, name), _property(b, name), depth + 1) for name in sorted(names))
 
 
 def _values(schema: Schema) -> list[Any] | None:
@@ -122,28 +94,10 @@ def _kind_of(value: object) -> str:
             return "object"
 
 
-def _alone(value: object) -> Schema:
-    """Return a schema that this value matches, and as few others as `_has_reason` can tell."""
-    kind = _kind_of(value)
-    match value:
-        case bool() | None:
-            return {"type": kind}
-        case int() | float():
-            return {"type": kind, "minimum": value, "maximum": value}
-        case str():
-            return {"type": kind, "minLength": len(value), "maxLength": len(value)}
-        case list():
-            items = [{"const": each} for each in value]
-            return {"type": kind, "prefixItems": items, "minItems": len(value), "maxItems": len(value)}
-        case dict():
-            properties = {name: {"const": each} for name, each in value.items()}
-            return {"type": kind, "properties": properties, "required": list(value), "additionalProperties": False}
-        case _:
-            return {}
-
-
 def _kinds(schema: Schema) -> set[str]:
     """Return the kinds of values that may match."""
+    if (values := _values(schema)) is not None:
+        return set(map(_kind_of, values))
     names = schema.get("type")
     if isinstance(names, str):
         names = [names]
@@ -152,30 +106,9 @@ def _kinds(schema: Schema) -> set[str]:
     return {"number" if name == "integer" else str(name) for name in names}
 
 
-def _are_apart(a: Schema, b: Schema) -> bool:
-    """Return whether no number is within the bounds of both."""
-    low = max((_number(each, key, -inf), is_open) for each in (a, b) for key, is_open in _LOWER)
-    high = min((_number(each, key, inf), not is_open) for each in (a, b) for key, is_open in _UPPER)
-    if not (is_whole(a) or is_whole(b)):
-        return low[0] > high[0] or (low[0] == high[0] and (low[1] or not high[1]))
-    least = low[0] if not isfinite(low[0]) else floor(low[0]) + 1 if low[1] else ceil(low[0])
-    most = high[0] if not isfinite(high[0]) else floor(high[0]) if high[1] else ceil(high[0]) - 1
-    return least > most
-
-
-def _number(schema: Schema, key: str, default: float) -> float:
-    value = schema.get(key)
-    return default if isinstance(value, bool) or not isinstance(value, int | float) else value
-
-
 def _property(schema: Schema, name: str) -> object:
     """Return what the value of a property has to match."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
     return True if schema.get("patternProperties") else schema.get("additionalProperties", True)
-
-
-def _item(schema: Schema, place: int) -> object:
-    first = listed(schema, "prefixItems")
-    return first[place] if place < len(first) else schema.get("items", True)

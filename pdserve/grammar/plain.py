@@ -14,8 +14,8 @@ from typing import Any
 
 from pdserve.base.errors import GrammarError, echo
 from pdserve.grammar.disjoint import Prover
-from pdserve.grammar.numbers import with_any_of, with_bounds, with_constants
-from pdserve.grammar.parts import BY_NAME, LIST, WITHIN, Schema, schemas_in
+from pdserve.grammar.numbers import check_constants, with_bounds
+from pdserve.grammar.parts import BY_NAME, LIST, WITHIN, Schema, listed, schemas_in
 from pdserve.protocol.sampling import StructuredOutput
 
 FORMATS = frozenset(  # that llguidance knows
@@ -105,7 +105,8 @@ class _Rewriting:
             self._ignored[f"format={form}"] = None
             made = _without(made, "format")
         made = {key: self._within(key, value, f"{place}/{key}") for key, value in made.items()}
-        return with_constants(self._without_one_of(with_bounds(made), place))
+        check_constants(made)
+        return self._without_one_of(with_bounds(made), place)
 
     def _within(self, key: str, value: object, place: str) -> object:
         if key == "$ref" and isinstance(value, str):
@@ -149,7 +150,10 @@ class _Rewriting:
             first, second = found
             cure = "let them differ by type, constant or required property, or use anyOf"
             self._ignore("oneOf", f"alternatives {first} and {second} of oneOf may match the same value; {cure}", place)
-        return with_any_of(_without(part, "oneOf"), branches)
+        part = _without(part, "oneOf")
+        if "anyOf" not in part:
+            return {**part, "anyOf": branches}
+        return {**part, "allOf": [*listed(part, "allOf"), {"anyOf": branches}]}
 
     def _ignore(self, name: str, problem: str, place: str) -> None:
         if not self._lenient:
