@@ -15,7 +15,6 @@ from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceService
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.backend import EngineState, Span
-from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.dialects.open_inference_request import (
     OUTPUTS,
     STREAM,
@@ -25,7 +24,7 @@ from pdserve.router.frontend.dialects.open_inference_request import (
     native,
     reply,
 )
-from pdserve.router.frontend.grpc_endpoint import denying, read_answer, refuse
+from pdserve.router.frontend.grpc_endpoint import CallWriter, denying, read_answer, refuse
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.models import Models
 
@@ -48,12 +47,12 @@ class OpenInference(GRPCInferenceServiceServicer):
             ends.extend(gain.finish_reason for gain in gains)
             return ()
 
-        async with denying(context), CallWriter(context) as writer:
+        async with denying(context):
             asked = native(request)
             if asked.streams:
                 raise invalid(STREAM[0], "ModelStreamInfer streams, this call does not")
             intake = self._models.of(request.model_name)
-            await read_answer(intake, asked.request, context, writer, replies)
+            await read_answer(intake, asked.request, context, CallWriter(context), replies)
         return reply(asked, request, "".join(texts), max(ends))
 
     async def ModelStreamInfer(  # type: ignore[override]  # replies are written to the context
@@ -61,12 +60,11 @@ class OpenInference(GRPCInferenceServiceServicer):
     ) -> None:
         refused: list[Refused] = []
         try:
-            async with CallWriter(context) as writer:
-                stream = _Stream(self._models, context, writer)
-                async with asyncio.TaskGroup() as tasks:
-                    async for request in request_iterator:
-                        await stream.room.acquire()
-                        tasks.create_task(stream.serve(request), name="infer")
+            stream = _Stream(self._models, context)
+            async with asyncio.TaskGroup() as tasks:
+                async for request in request_iterator:
+                    await stream.room.acquire()
+                    tasks.create_task(stream.serve(request), name="infer")
         except* RefusedError as group:
             refused += [error.refused for error in group.exceptions if isinstance(error, RefusedError)]
         if refused:
@@ -176,11 +174,11 @@ def _duration(span: Span) -> protocol.StatisticDuration:
 class _Stream:
     """The requests of one ModelStreamInfer call."""
 
-    def __init__(self, models: Models, context: AnyContext, writer: CallWriter) -> None:
+    def __init__(self, models: Models, context: AnyContext) -> None:
         self.room = asyncio.Semaphore(MAX_CONCURRENT)
         self._models = models
         self._context = context
-        self._writer = writer
+        self._writer = CallWriter(context)
 
     async def serve(self, request: protocol.ModelInferRequest) -> None:
         """Write one request's replies. Raises RefusedError where the stream is read too slowly."""
@@ -213,5 +211,4 @@ class _Stream:
 
     async def _fail(self, request: protocol.ModelInferRequest, text: str) -> None:
         named = protocol.ModelInferResponse(id=request.id)
-        self._writer.write((protocol.ModelStreamInferResponse(error_message=text, infer_response=named),))
-        await self._writer.drain()
+        await self._writer.write((protocol.ModelStreamInferResponse(error_message=text, infer_response=named),))
