@@ -54,12 +54,13 @@ class CallWriter:
         self._is_begun = False  # the call's initial metadata have been sent
 
     async def write(self, replies: Iterable[object]) -> None:
-        """Return once the replies have been passed on. What is cancelled is dropped. Raises what gRPC raises."""
-        async with self._lock:
-            for reply in replies:
-                if not self._is_begun:
-                    await self._begin()
-                await self._context.write(reply)
+        """Return once the replies have been passed on. After a write that fails, or is cancelled, the call ends."""
+        await self._lock.acquire()  # and kept then: gRPC takes no other write
+        for reply in replies:
+            if not self._is_begun:
+                await self._begin()
+            await self._context.write(reply)
+        self._lock.release()
 
     async def _begin(self) -> None:
         """Send the metadata apart: gRPC aborts no call meanwhile, and would send those of a dropped write again."""
