@@ -1,7 +1,7 @@
 """The fields of POST /v1/messages, and the chat that they ask for."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -78,16 +78,14 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    REFUSED: ClassVar[dict[str, str]] = {
+    REFUSED: ClassVar[Mapping[str, str]] = {
         "mcp_servers": "no tools are run here; give those that the client runs in tools",
         "container": "no code is run here",
     }
 
     def chat(self) -> ChatRequest:
         """Return the same conversation as a chat; RefusedError names what is not served."""
-        for name, reason in self.REFUSED.items():
-            if (self.model_extra or {}).get(name):
-                raise invalid(name, reason)
+        self.check_refused()
         if not self.messages:
             raise invalid("messages", "it is empty, at least 1 message is needed")
         thinks = self.thinking is not None and self.thinking.type != "disabled"

@@ -49,16 +49,16 @@ class MessagesResponse:
         self._model = model
         self._max_model_len = max_model_len
         self._num_tokens = 0
-        self._num_blocks = 0  # begun
+        self._blocks: list[Json] = []  # begun
         self._open = ""  # the type of the block that goes on
-        self._arguments = ""  # of the call that goes on
+        self._texts: list[str] = []  # of that block, or of the arguments of its call
         self._has_called = False  # with arguments that are an object
         self._end: Json = {}
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
         self._num_tokens += len(gain.token_ids)
         if choice.filter is None and self._open == "text" and gain.text and not gain.finish_reason:
-            return _DELTA % (self._num_blocks - 1, encode(gain.text))
+            return _DELTA % (len(self._blocks) - 1, encode(gain.text))
         events = b"" if choice.is_begun else self._start()
         choice.is_begun = True
         return events + b"".join([self._delta(delta) for delta in choice.deltas(gain)])
@@ -78,8 +78,12 @@ class MessagesResponse:
     def body(self, choices: Sequence[tuple[Choice, Gain]], usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
         ((choice, gain),) = choices
         self._num_tokens += len(gain.token_ids)
-        blocks = _blocks(choice.deltas(gain))
-        self._has_called = any(block["type"] == "tool_use" for block in blocks)
+        for delta in choice.deltas(gain):
+            self._delta(delta)
+        self._close()
+        blocks = [
+            block for block in self._blocks if block.get("input", {}) is not None
+        ]  # no client could run a cut call
         told = {**self._ending(choice), "usage": _usage(usages), "pdserve": ledger}
         return encode({**self._message(), "content": blocks, **told})
 
@@ -96,29 +100,36 @@ class MessagesResponse:
         for name, (kind, member) in _TEXTS.items():
             if text := delta.get(name):
                 events += b"" if self._open == kind else self._begin(_begun(kind))
-                events += self._gain({"type": f"{kind}_delta", member: text})
+                events += self._gain({"type": f"{kind}_delta", member: text}, text)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 events += self._begin(_begun("tool_use", call))
             if text := call["function"].get("arguments"):
-                self._arguments += text
-                events += self._gain({"type": "input_json_delta", "partial_json": text})
+                events += self._gain({"type": "input_json_delta", "partial_json": text}, text)
         return events
 
     def _begin(self, block: Json) -> bytes:
         events = self._close()
-        self._open, self._num_blocks = block["type"], self._num_blocks + 1
-        return events + _event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+        started = _event("content_block_start", {"index": len(self._blocks), "content_block": block})
+        self._open = block["type"]
+        self._blocks.append(block)
+        return events + started
 
-    def _gain(self, delta: Json) -> bytes:
-        return _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+    def _gain(self, delta: Json, text: str) -> bytes:
+        self._texts.append(text)
+        return _event("content_block_delta", {"index": len(self._blocks) - 1, "delta": delta})
 
     def _close(self) -> bytes:
         if not self._open:
             return b""
-        self._has_called |= self._open == "tool_use" and arguments_of(self._arguments) is not None
-        self._open = self._arguments = ""
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        block, text = self._blocks[-1], "".join(self._texts)
+        if self._open == "tool_use":
+            block["input"] = arguments_of(text)
+            self._has_called |= block["input"] is not None
+        else:
+            block[self._open] = text
+        self._open, self._texts = "", []
+        return _event("content_block_stop", {"index": len(self._blocks) - 1})
 
     def _ending(self, choice: Choice) -> Json:
         """Return why a message ends."""
@@ -149,26 +160,6 @@ def _usage(usages: Sequence[Usage]) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-
-
-def _blocks(deltas: Sequence[Delta]) -> list[Json]:
-    """Return the blocks of a whole message. A call without whole arguments is left out: no client could run it."""
-    blocks: list[Json] = []
-    arguments: dict[int, str] = {}  # of calls, by the place of the block
-    for delta in deltas:
-        for name, (kind, member) in _TEXTS.items():
-            if text := delta.get(name):
-                if not blocks or blocks[-1]["type"] != kind:
-                    blocks.append(_begun(kind))
-                blocks[-1][member] += text
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                blocks.append(_begun("tool_use", call))
-            place = len(blocks) - 1
-            arguments[place] = arguments.get(place, "") + (call["function"].get("arguments") or "")
-    for place, text in arguments.items():
-        blocks[place]["input"] = arguments_of(text)
-    return [block for block in blocks if block.get("input", {}) is not None]
 
 
 def _begun(kind: str, call: Json | None = None) -> Json:

@@ -48,12 +48,6 @@ class NvExt(Body):
     }
     PARTS: ClassVar[tuple[str, ...]] = ("agent_hints", "session_control")
 
-    def check(self) -> None:
-        """Raise RefusedError for what would change the answer, or who serves it, and is not supported."""
-        for name, value in (self.model_extra or {}).items():
-            if name in self.REFUSED and value is not None and value is not False:
-                raise invalid(f"nvext.{name}", self.REFUSED[name])
-
 
 def session_of(body: "Generation", headers: Mapping[str, str]) -> str:
     """Return the conversation's name, empty if none is given; RefusedError names the first one if it is too long."""

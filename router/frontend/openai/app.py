@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -55,6 +54,7 @@ from pdserve.router.frontend.openai.generation import (
     headers_of,
     key_of,
     read_body,
+    tokenized,
     too_large,
     visiting,
 )
@@ -290,13 +290,11 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
     async def tokenize(body: TokenizeRequest, call: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it."""
         intake = models.of(body.model)
-        async with visiting(intake, call.scope) as visit:
-            limit, request = intake.max_model_len(), _prompt(body)
-            tokens = [] if body.prompt == "" else await intake.prompts.tokenize(request, limit, inf)
-            visit.spend(len(tokens))
-            shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
-            tokenizer = intake.model.tokenizer if body.return_token_strs else None
-            return Response(await asyncio.to_thread(_written, shown, tokenizer), media_type="application/json")
+        tokens = [] if body.prompt == "" else await tokenized(intake, call.scope, _prompt(body))
+        limit = intake.max_model_len()
+        shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
+        tokenizer = intake.model.tokenizer if body.return_token_strs else None
+        return Response(await asyncio.to_thread(_written, shown, tokenizer), media_type="application/json")
 
     @app.post(DETOKENIZE)
     async def detokenize(body: DetokenizeRequest, call: Request) -> Response:

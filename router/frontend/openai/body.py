@@ -1,8 +1,11 @@
 """What all bodies of requests over HTTP have in common: unknown fields are accepted, and named for a header."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
+
+from pdserve.protocol.refusal import invalid
 
 WITHOUT_EFFECT = frozenset(  # OpenAI's fields that would not change any answer
     {
@@ -19,6 +22,14 @@ class Body(BaseModel):
 
     PARTS: ClassVar[tuple[str, ...]] = ()
     """Fields that are bodies themselves, and whose unknown fields are named."""
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Fields that would change the answer and are not supported, with the reason."""
+
+    def check_refused(self, before: str = "") -> None:
+        """Raise RefusedError for a field of REFUSED that asks for something. `before`: what its name begins with."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.REFUSED and value is not False and value not in (None, [], {}):
+                raise invalid(f"{before}{name}", self.REFUSED[name])
 
     @property
     def ignored(self) -> list[str]:

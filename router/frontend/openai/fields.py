@@ -1,6 +1,7 @@
 """The fields of requests over HTTP: OpenAI's, and vLLM's additions. A null means the same as a missing field."""
 
 from array import array
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator
@@ -36,13 +37,12 @@ class Served(Body):
     deadline_ms: int | None = Field(None, ge=0, lt=2**32, description="Time the whole request may take.")
     request_id: str | None = Field(None, description="As the header x-request-id.")
 
-    REFUSED: ClassVar[dict[str, str]] = {
+    REFUSED: ClassVar[Mapping[str, str]] = {
         "cache_salt": "set tenant instead: prefix caches are not shared between tenants",
         "prompt_embeds": "prompts are text or token ids",
         "kv_transfer_params": "the router decides where KV pages go",
         "truncate_prompt_tokens": "prompts are not truncated",
     }
-    """Fields that would change the answer and are not supported, with the reason."""
     PARTS: ClassVar[tuple[str, ...]] = ("slo",)
 
 
@@ -90,7 +90,7 @@ class Generation(Served):
     prepare_next_turn: bool | None = Field(None, description="As nvext.agent_hints.speculative_prefill.")
     nvext: NvExt | None = None
 
-    REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, "use_beam_search": "beam search is not supported"}
+    REFUSED: ClassVar[Mapping[str, str]] = {**Served.REFUSED, "use_beam_search": "beam search is not supported"}
     PARTS: ClassVar[tuple[str, ...]] = ("stream_options", "slo", "nvext")
 
 
@@ -131,7 +131,7 @@ class ChatRequest(Generation):
     include_reasoning: bool | None = None
     echo: bool | None = Field(None, description="Let the answer begin with an assistant's last message.")
 
-    REFUSED: ClassVar[dict[str, str]] = {
+    REFUSED: ClassVar[Mapping[str, str]] = {
         **Generation.REFUSED,
         "functions": "use tools",
         "function_call": "use tool_choice",
@@ -204,7 +204,7 @@ class EmbeddingsRequest(Served):
     encoding_format: Literal["float", "base64"] | None = None
     add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds its own; by default it does.")
 
-    REFUSED: ClassVar[dict[str, str]] = {
+    REFUSED: ClassVar[Mapping[str, str]] = {
         **Served.REFUSED,
         "messages": "inputs are texts or token ids",
         "embed_dtype": "vectors are float32",
@@ -230,7 +230,7 @@ class RerankRequest(Served):
     return_documents: bool | None = Field(None, description="False: results have no documents.")
     instruction: str | None = Field(None, description="The task; by default that of the model's card.")
 
-    REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, **_RANKING}
+    REFUSED: ClassVar[Mapping[str, str]] = {**Served.REFUSED, **_RANKING}
 
 
 class ScoreRequest(Served):
@@ -240,7 +240,7 @@ class ScoreRequest(Served):
     text_2: str | list[str] = Field(description="Documents.")
     instruction: str | None = Field(None, description="The task; by default that of the model's card.")
 
-    REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, **_RANKING}
+    REFUSED: ClassVar[Mapping[str, str]] = {**Served.REFUSED, **_RANKING}
 
 
 class TokenizeRequest(Body):

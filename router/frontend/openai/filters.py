@@ -29,7 +29,7 @@ _ITS_OPTIONS = frozenset({"disable_fallback", "disable_any_whitespace", "disable
 
 def constraint_of(body: Generation) -> Constraint | None:
     """Return what the answer must match; RefusedError(INVALID_ARGUMENT) if fields contradict each other."""
-    found = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
+    found = [*_response_format(body), *_structured_outputs(body)]
     if len(found) > 1:
         raise invalid(found[1][0], f"goes against {found[0][0]}: an answer matches one of them")
     return found[0] if found else None
@@ -53,21 +53,15 @@ def _response_format(body: Generation) -> Iterator[Constraint]:
 
 
 def _structured_outputs(body: Generation) -> Iterator[Constraint]:
-    for name, value in (body.structured_outputs or {}).items():
-        field = f"structured_outputs.{name}"
+    """Yield constraints from vLLM's fields, the older ones too."""
+    given = [(f"structured_outputs.{name}", name, value) for name, value in (body.structured_outputs or {}).items()]
+    given += [(f"guided_{name}", name, getattr(body, f"guided_{name}")) for name in _VLLM]
+    for field, name, value in given:
         if value is None or value is False or name in _ITS_OPTIONS:
             continue
         if name not in _VLLM:
             raise invalid(field, f"it is not supported; {', '.join(_VLLM)} are")
         yield field, _constraint(field, name, value)
-
-
-def _guided(body: Generation) -> Iterator[Constraint]:
-    """Yield constraints from vLLM's older fields."""
-    for name in _VLLM:
-        value = getattr(body, f"guided_{name}", None)
-        if value is not None and value is not False:
-            yield f"guided_{name}", _constraint(f"guided_{name}", name, value)
 
 
 def _constraint(field: str, name: str, value: object) -> inference.StructuredOutput:

@@ -13,6 +13,7 @@ from pdserve.base.ids import new_request_id
 from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import CLIENT_GONE, Cause, Refused, RefusedError, invalid
+from pdserve.protocol.token_ids import TokenIds
 from pdserve.router.frontend.answer import Answer
 from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest, check_version
 from pdserve.router.frontend.anthropic.response import MessagesResponse
@@ -88,13 +89,9 @@ class Generator:
         return request, filters.plan(chat, request, self._intake.model)
 
     async def count_tokens(self, asked: CountTokensRequest, scope: Scope, send: Send) -> None:
-        """Serve POST /v1/messages/count_tokens. It counts against a tenant's limits, as generation does."""
-        intake = self._intake
+        """Serve POST /v1/messages/count_tokens. Raises what `errors.refused_by` knows."""
         check_version(headers_of(scope).get("anthropic-version"))
-        async with visiting(intake, scope) as visit:
-            request = inference.GenerateRequest(chat=chat_of(asked.chat()))
-            token_ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf)
-            visit.spend(len(token_ids))
+        token_ids = await tokenized(self._intake, scope, inference.GenerateRequest(chat=chat_of(asked.chat())))
         await respond(send, 200, msgspec.json.encode({"input_tokens": len(token_ids)}), JSON)
 
     async def complete(self, asked: CompletionRequest, scope: Scope, send: Send) -> None:
@@ -189,6 +186,14 @@ async def visiting(intake: Intake, scope: Scope) -> AsyncIterator[Visit]:
         yield visit
     finally:
         visit.end()
+
+
+async def tokenized(intake: Intake, scope: Scope, request: inference.GenerateRequest) -> TokenIds:
+    """Return a prompt's tokens. That counts against a tenant's limits, as generation does. Raises RefusedError."""
+    async with visiting(intake, scope) as visit:
+        token_ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf)
+        visit.spend(len(token_ids))
+        return token_ids
 
 
 def check_head(scope: Scope) -> None:

@@ -128,7 +128,7 @@ def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:
     request, stop = served_request(body, headers), body.stop
     request.stop.extend([stop] if isinstance(stop, str) else stop or ())
     if body.nvext is not None:
-        body.nvext.check()
+        body.nvext.check_refused("nvext.")
     hints = hints_of(body)
     request.session, request.output_tokens = session_of(body, headers), hints.osl or 0
     request.prepare_next = bool(hints.speculative_prefill)
@@ -147,9 +147,7 @@ def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:
 
 def served_request(body: Served, headers: Headers) -> inference.GenerateRequest:
     """Return a request without its prompt and sampling; RefusedError(INVALID_ARGUMENT) names a wrong field."""
-    for name in body.model_extra or ():
-        if name in body.REFUSED and body.model_extra and body.model_extra[name] not in (None, False):
-            raise invalid(name, body.REFUSED[name])
+    body.check_refused()
     request = inference.GenerateRequest(
         model=body.model or "",
         tenant=body.tenant or "",

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from math import inf
 from typing import TypeVar
 
 import msgspec
@@ -26,7 +25,7 @@ from pdserve.router.frontend.openai.generation import (
     ignored,
     key_of,
     preparing_of,
-    visiting,
+    tokenized,
 )
 from pdserve.router.frontend.openai.reply import ROUTERS_ID, respond
 from pdserve.router.frontend.openai.translate import chat_of, label_of
@@ -127,17 +126,14 @@ class Responses:
             await _stream(job.log, scope["state"]["connection"], send, [*EVENTS, *headers])
 
     async def count(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
+        """Serve POST /v1/responses/input_tokens. Raises what `errors.refused_by` knows."""
         asked = CountInputRequest.model_validate_json(body)
         asked.check()
         tenant = self._models.first.clients.tenant(key_of(scope))
         asked, intake = await self._directed(tenant, asked)
-        async with visiting(intake, scope) as visit:
-            context = await context_of(self.store, tenant, asked)
-            chat = asked.chat(context, await given_in(self.store, tenant, asked.input))
-            request = inference.GenerateRequest(chat=chat_of(chat))
-            token_ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf)
-            visit.spend(len(token_ids))
+        context = await context_of(self.store, tenant, asked)
+        chat = asked.chat(context, await given_in(self.store, tenant, asked.input))
+        token_ids = await tokenized(intake, scope, inference.GenerateRequest(chat=chat_of(chat)))
         told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await respond(send, 200, msgspec.json.encode(told), JSON)
 

@@ -80,9 +80,7 @@ class CountInputRequest(Body):
 
     def check(self) -> None:
         """Raise RefusedError for what is not served, whatever else a request has."""
-        for name, reason in self.REFUSED.items():
-            if (self.model_extra or {}).get(name):
-                raise invalid(name, reason)
+        self.check_refused()
         if self.truncation == "auto":
             raise invalid("truncation", "'auto' is not served: nothing is left out of a conversation; 'disabled' is")
         if self.previous_response_id and self.conversation_id:
