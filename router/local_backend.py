@@ -111,12 +111,12 @@ class LocalBackend:
     async def engine(self) -> EngineState:
         core, num_tokens, max_num_tokens, max_num_seqs = self.shell.core, 0, 0, 0
         for worker in core.workers:
-            if not worker.role.is_in(Role.DECODE):
-                continue
             known = worker.registration
+            if not (known.ready and known.role.is_in(Role.DECODE)):
+                continue
             num_free = known.num_pages if worker.load is None else worker.load.pages_free
-            num_tokens += known.layout.num_tokens(known.num_pages - num_free)
-            max_num_tokens += known.layout.num_tokens(known.num_pages)
+            num_tokens += known.layout.paging.whole_tokens(known.num_pages - num_free)
+            max_num_tokens += known.layout.paging.whole_tokens(known.num_pages)
             max_num_seqs += known.max_num_seqs
         ended, ends = core.placements.ended, self.outcomes
         return EngineState(

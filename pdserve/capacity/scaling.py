@@ -173,7 +173,7 @@ class Scaling:
         costs = {view.role: router.predictor.costs.of(view).step_costs(shape.max_num_seqs) for view in router.workers}
         capacities = {
             role: Capacity(
-                builder.layout.num_tokens(builder.num_pages(role)),
+                builder.layout.paging.whole_tokens(builder.num_pages(role)),
                 shape.max_num_seqs,
                 builder.step_tokens[role],
                 builder.page_size,

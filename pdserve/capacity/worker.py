@@ -266,7 +266,7 @@ class Builder:
         limits = EngineLimits(
             max_num_seqs=self._shape.max_num_seqs,
             max_num_batched_tokens=max(step_tokens.values()),
-            max_model_len=self.layout.most_tokens(num_pages, max(step_tokens.values()), self._longest),
+            max_model_len=self.layout.paging.most_tokens(num_pages, max(step_tokens.values()), self._longest),
             eos_token_ids=frozenset(),
         )
         cache = KvCache(num_pages, self.layout.paging, self._cache_hasher)

@@ -166,7 +166,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         token_bytes=layout.token_bytes,
         page_sizes=layout.page_sizes,
         page_bytes=layout.page_bytes,
-        sequence_pages=layout.most_pages(config.max_position_embeddings, choices.step_tokens),
+        sequence_pages=layout.paging.most_pages(config.max_position_embeddings, choices.step_tokens),
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,

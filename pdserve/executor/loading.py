@@ -219,8 +219,8 @@ def engine_device(config: WorkerConfig) -> torch.device:
 
 def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
     model_limit, step_tokens = checkpoint.config.max_position_embeddings, max(config.step_tokens.values())
-    max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
-    if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
+    max_model_len = _max_model_len(config, model_limit, layout.paging.most_tokens(num_pages, step_tokens, model_limit))
+    if lacks := lacks_pages(config.role, num_pages, layout.paging.most_pages(max_model_len, step_tokens)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
     return limits_up_to(max_model_len, config, checkpoint)
 

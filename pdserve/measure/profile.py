@@ -78,7 +78,7 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
         configurations=[
             Configuration(
                 tp=1,
-                kv_tokens=min(layout.num_tokens(worker.num_pages) for worker in workers),
+                kv_tokens=min(layout.paging.whole_tokens(worker.num_pages) for worker in workers),
                 prefill=PrefillFields(
                     step_s=curve.step_s,
                     token_s=max(_LEAST_S, curve.each_s),

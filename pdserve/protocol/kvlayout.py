@@ -11,11 +11,12 @@ In a byte a value, each row `[head_dim]` has its scale behind it (`kernels/kv_ro
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Literal, get_args
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
-from pdserve.protocol.paging import PAGES_BESIDE, PageShape, Paging
+from pdserve.protocol.paging import PageShape, Paging
 
 MOST_UNUSED = 0.25  # of a page: groups whose pages fill less of it need pools of their own
 
@@ -68,6 +69,12 @@ def row_bytes(dtype: str, head_dim: int) -> int:
     return head_dim * DTYPE_BYTES[dtype] + SCALED.get(dtype, 0)
 
 
+@lru_cache(maxsize=64)
+def _paging(page_size: int, others: tuple[KvGroup, ...]) -> Paging:
+    shapes = (PageShape(of.page_size, of.window, of.state_elements > 0) for of in others)
+    return Paging((PageShape(page_size), *shapes))
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape and meaning of a page. Two equal layouts hold interchangeable bytes; where `dtype` alone differs, senders
@@ -89,8 +96,8 @@ class KvLayout:
 
     @property
     def paging(self) -> Paging:
-        others = (PageShape(of.page_size, of.window, of.state_elements > 0) for of in self.others)
-        return Paging((PageShape(self.page_size), *others))
+        """Return which pages hold which tokens. ConfigError for sizes of pages that do not go together."""
+        return _paging(self.page_size, self.others)
 
     @property
     def page_bytes(self) -> int:
@@ -124,33 +131,9 @@ class KvLayout:
         states = sum([group.state_elements for group in self.others]) * DTYPE_BYTES[self.dtype]
         return num_pages * self.page_bytes + states * min(max_num_seqs, num_pages // len(self.paging.shapes))
 
-    def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
-        """Return how many pages a sequence needs at most until it has so many tokens; by default one that decodes.
-
-        step_tokens: that a step computes of it at most.
-        """
-        return self.paging.most_pages(num_tokens, step_tokens) if self.others else -(-num_tokens // self.page_size)
-
-    def most_tokens(self, num_pages: int, step_tokens: int, limit: int) -> int:
-        """Return the greatest length up to `limit` of a sequence that needs no more pages than these."""
-        return self.paging.most_tokens(num_pages, step_tokens, limit)
-
-    def mean_pages(self, num_tokens: float, num_sequences: float) -> float:
-        """Return how many pages decoding sequences have that have so many tokens together."""
-        return self.paging.mean_pages(num_tokens, num_sequences) if self.others else num_tokens / self.page_size
-
-    @property
-    def pages_beside(self) -> float:
-        """Return how many pages to keep for a decoding sequence beyond those that `mean_pages` counts."""
-        return self.paging.pages_beside if self.others else PAGES_BESIDE
-
     def sent_bytes(self, num_tokens: float) -> float:
         """Return the bytes that a hand-off sends of the last tokens of a prompt, but for begun pages."""
-        return self.paging.sent_pages(num_tokens) * self.page_bytes if self.others else num_tokens * self.token_bytes
-
-    def num_tokens(self, num_pages: int) -> int:
-        """Return how many tokens so many pages hold, as if there were no windows."""
-        return self.paging.whole_tokens(num_pages) if self.others else num_pages * self.page_size
+        return self.paging.sent_pages(num_tokens) * self.page_bytes
 
     def check(self) -> None:
         """Raise ConfigError unless the pages of every group fill almost as many bytes as the largest."""

@@ -88,10 +88,10 @@ class Paging:
         size, window = self.shapes[group].page_size, self.shapes[group].window
         return 0 if window is None else max(0, num_tokens - window + 1) // size
 
-    def most_pages(self, num_tokens: int, step_tokens: int) -> int:
+    def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
         """Return how many pages a sequence needs at most, from its first chunk until it has so many tokens.
 
-        step_tokens: that a step computes of it at most; 1 of one that decodes.
+        step_tokens: that a step computes of it at most; by default it decodes.
         """
         if not self.has_windows:
             return self.num_pages(num_tokens)
@@ -114,6 +114,8 @@ class Paging:
         They are taken to be of one length. Of several lengths they have no more. Where there are states, pages are
         large, and begun ones are counted.
         """
+        if self.is_single:
+            return num_tokens / self.span
         each, pages = num_tokens / num_sequences, 0.0
         if self.has_states:
             return (-(-each // self.span) + 1) * num_sequences

@@ -121,7 +121,7 @@ class Moving:
             target = self._begin(source, candidate, targets, why, now_s)
             if target is not None:
                 began.append(target.name)
-                num_lacking -= _pages(source, candidate) + source.registration.layout.pages_beside
+                num_lacking -= _pages(source, candidate) + source.registration.layout.paging.pages_beside
             targets = [each for each in targets if each.refused_tokens > fewest_tokens]
             if num_leaving + len(began) == MAX_MOVES or not targets or num_lacking <= 0:
                 break
@@ -216,7 +216,7 @@ class Moving:
         takes_s = self._shadows.takes_s(now_s)
         if num_left * step_s < takes_s:
             return None
-        num_pages = _pages(source, candidate) + layout.pages_beside
+        num_pages = _pages(source, candidate) + layout.paging.pages_beside
         speeds = [
             (target.worker.pending_prefill_tokens > 0, speed_s, target.worker.name, target.worker)
             for target in targets
@@ -231,7 +231,7 @@ class Moving:
         move_s = takes_s + copy_s
         if num_left * step_s < move_s:
             return None
-        extra_tokens = ceil(layout.pages_beside * layout.page_size + 2 * move_s / step_s)
+        extra_tokens = ceil(layout.paging.pages_beside * layout.page_size + 2 * move_s / step_s)
         self._placements.move(candidate.request, candidate.sequence, target, (extra_tokens, copy_s), now_s)
         return target
 
@@ -263,11 +263,11 @@ class Moving:
 
 def _pages(source: WorkerView, candidate: _Candidate) -> int:
     """Return how many pages a continuation has."""
-    return source.registration.layout.most_pages(candidate.num_tokens)
+    return source.registration.layout.paging.most_pages(candidate.num_tokens)
 
 
 def _pages_left(worker: WorkerView) -> float:
     """Return how many pages are free beyond what each sequence that decodes is about to need; below 0, it preempts."""
-    return worker.num_free_pages - worker.registration.layout.pages_beside * (
+    return worker.num_free_pages - worker.registration.layout.paging.pages_beside * (
         worker.num_sequences - worker.num_arriving
     )

@@ -297,15 +297,15 @@ class Predictor:
         """Return what a request does not fit for beside all that is there and on its way, with their answers."""
         present, width, layout = worker.num_sequences, prompt.num_sequences, worker.registration.layout
         if not present:
-            return None if layout.most_pages(prompt.num_tokens + width) <= worker.num_pages else Cause.PAGES
+            return None if layout.paging.most_pages(prompt.num_tokens + width) <= worker.num_pages else Cause.PAGES
         if present + width > worker.registration.max_num_seqs:
             return Cause.ROWS
         own = self.lengths.mean_tokens
         if prompt.hinted:  # may ask for more room; less than others take would be theirs if it were not true
             own = max(own, self.lengths.expected(prompt.max_tokens, prompt.hinted))
         answer_tokens = self.lengths.mean_tokens * present / 2 + own * width
-        answer_tokens += layout.pages_beside * layout.page_size * (present + width)
+        answer_tokens += layout.paging.pages_beside * layout.page_size * (present + width)
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)
         num_tokens = worker.kv_tokens + prompt.num_tokens + answer_tokens
-        is_full = layout.mean_pages(num_tokens, present + width) > worker.num_pages
-        return Cause.PAGES if is_full or layout.most_pages(missing) + width > worker.num_free_pages else None
+        is_full = layout.paging.mean_pages(num_tokens, present + width) > worker.num_pages
+        return Cause.PAGES if is_full or layout.paging.most_pages(missing) + width > worker.num_free_pages else None

@@ -210,7 +210,7 @@ class Workers:
         if why := self.refusal(worker):
             return why
         known = worker.registration
-        longest = known.layout.most_pages(known.max_model_len, known.step_tokens)
+        longest = known.layout.paging.most_pages(known.max_model_len, known.step_tokens)
         if why := lacks_pages(role, known.num_pages, longest):
             return f"{worker.name}: {why}: lower max_model_len, or raise num_pages"
         for pool, work in _WORK.items():

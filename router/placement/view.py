@@ -86,7 +86,7 @@ class WorkerView:
     @property
     def max_num_tokens(self) -> int:
         known = self.registration
-        return known.layout.most_tokens(known.num_pages, known.step_tokens, known.max_model_len)
+        return known.layout.paging.most_tokens(known.num_pages, known.step_tokens, known.max_model_len)
 
     def report(self, load: ReportedLoad) -> LoadPart:
         """Take a load report; return what other routers have sent between the last one and this."""
@@ -268,7 +268,7 @@ class WorkerView:
 
     def _num_pages(self, share: Share) -> int:
         step_tokens = self.step_tokens if share.prefill_tokens else 1
-        return self.registration.layout.most_pages(share.kv_tokens, step_tokens)
+        return self.registration.layout.paging.most_pages(share.kv_tokens, step_tokens)
 
     @property
     def num_free_pages(self) -> float:

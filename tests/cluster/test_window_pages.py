@@ -22,7 +22,7 @@ def test_long_prompts_of_a_model_with_windows_are_answered_in_few_pages(tmp_path
     config = ModelConfig.from_hf(json.loads((model / "config.json").read_text()))
     layout = describe_layout(config, "", PAGE_SIZE, "float32", "cpu")
     longest = LENGTH + 32
-    num_pages = layout.most_pages(longest, CHUNK) + 2
+    num_pages = layout.paging.most_pages(longest, CHUNK) + 2
     assert num_pages < layout.paging.num_pages(LENGTH) // 2
     flags = ("--num-pages", str(num_pages), "--max-model-len", str(longest), "--max-num-seqs", "4")
     long = prompt(LENGTH)

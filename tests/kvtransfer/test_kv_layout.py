@@ -34,9 +34,9 @@ def test_layers_that_are_all_alike_are_written_as_they_were_before_there_were_gr
 
 def test_pages_and_bytes_count_every_group() -> None:
     assert GROUPED.page_bytes == PLAIN.page_bytes == 4 * 2 * 2 * 16 * 64 * 2
-    assert GROUPED.most_pages(17) == 2 + 5
-    assert GROUPED.most_pages(16) == GROUPED.paging.num_pages(16) == 5
-    assert GROUPED.num_tokens(5) == 16
+    assert GROUPED.paging.most_pages(17) == 2 + 5
+    assert GROUPED.paging.most_pages(16) == GROUPED.paging.num_pages(16) == 5
+    assert GROUPED.paging.whole_tokens(5) == 16
     assert GROUPED.token_bytes == (4 + 16) * 2 * 2 * 64 * 2
 
 

@@ -19,6 +19,7 @@ from pdserve.router.requests.events import LinkId, Registration
 LENGTH, STEP_TOKENS = 131_072, 512
 ALIKE = KvLayout("w", 12, 8, 64, 16, "bfloat16", others=(KvGroup("full too", 12, 8, 64, 16),))
 SLIDING = replace(ALIKE, others=(KvGroup("window", 12, 8, 64, 16, window=128),))
+SLIDING_PAGES = SLIDING.paging
 COSTS = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 1e-9)),))
 
 
@@ -74,13 +75,15 @@ def test_the_states_that_a_step_copies_take_memory_beside_pages() -> None:
 
 def test_many_of_several_lengths_count_as_no_fewer_pages_than_they_have() -> None:
     lengths = (10, 100, 500, 3000, 40_000)
-    assert SLIDING.mean_pages(sum(lengths), len(lengths)) + 2 * len(lengths) >= sum(map(SLIDING.most_pages, lengths))
-    assert ALIKE.mean_pages(1600, 3) == 200
+    assert SLIDING_PAGES.mean_pages(sum(lengths), len(lengths)) + 2 * len(lengths) >= sum(
+        map(SLIDING_PAGES.most_pages, lengths)
+    )
+    assert ALIKE.paging.mean_pages(1600, 3) == 200
 
 
 def test_the_longest_prompt_of_a_worker_is_what_its_windows_let_it_compute() -> None:
-    most = SLIDING.most_pages(LENGTH, STEP_TOKENS)
-    assert most < 0.52 * ALIKE.most_pages(LENGTH, STEP_TOKENS)
+    most = SLIDING_PAGES.most_pages(LENGTH, STEP_TOKENS)
+    assert most < 0.52 * ALIKE.paging.most_pages(LENGTH, STEP_TOKENS)
     assert worker(SLIDING, most).max_num_tokens == LENGTH
     assert worker(SLIDING, most - 1).max_num_tokens == LENGTH - 16
     assert worker(ALIKE, most).max_num_tokens < 0.52 * LENGTH
@@ -88,8 +91,10 @@ def test_the_longest_prompt_of_a_worker_is_what_its_windows_let_it_compute() -> 
 
 def test_a_worker_is_given_no_role_that_it_would_refuse_for_the_longest_steps_of_another_role() -> None:
     """A decode worker's steps are short; the room that a mixed one keeps for prompts is that of long ones."""
-    told = replace(worker(SLIDING, 2 * SLIDING.most_pages(LENGTH, STEP_TOKENS)).registration, most_step_tokens=2048)
-    most = SLIDING.most_pages(LENGTH, 2048)
+    told = replace(
+        worker(SLIDING, 2 * SLIDING_PAGES.most_pages(LENGTH, STEP_TOKENS)).registration, most_step_tokens=2048
+    )
+    most = SLIDING_PAGES.most_pages(LENGTH, 2048)
     assert told.num_pages < 2 * most
     for num_pages, why in ((told.num_pages, f"{2 * most}, as mixed workers do"), (2 * most, "")):
         workers = Workers("m")

@@ -46,7 +46,7 @@ class Size:
 
     @property
     def max_num_pages(self) -> int:
-        return self.layout.most_pages(self.max_model_len, self.max_num_batched_tokens)
+        return self.layout.paging.most_pages(self.max_model_len, self.max_num_batched_tokens)
 
 
 def registration(me: Introduction, role: Role, size: Size) -> link.Register:
