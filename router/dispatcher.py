@@ -45,8 +45,6 @@ class Rang:
 
 @value
 class Send:
-    """Write to a worker's link."""
-
     link: LinkId
     message: link_pb2.AttachResponse
 
@@ -62,8 +60,6 @@ Command = Send | DropLink | SetAlarm | Warn
 
 
 class Dispatcher(Generic[AnswerT]):
-    """Feeds a router's core."""
-
     def __init__(self, core: Core) -> None:
         self.answers: dict[RequestId, AnswerT] = {}
         self._core = core
@@ -74,7 +70,6 @@ class Dispatcher(Generic[AnswerT]):
         self._alarm_s: float | None = None
 
     def open_link(self) -> LinkId:
-        """Return the name of a link that a worker has opened."""
         self._last_link += 1
         link_id = LinkId(self._last_link)
         self._links.add(link_id)

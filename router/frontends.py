@@ -24,8 +24,6 @@ SHUTTING_DOWN = "this router is shutting down"
 
 
 class Frontends:
-    """The frontends that are attached to a router."""
-
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
         self._links: set[FrontendLink] = set()
@@ -36,7 +34,6 @@ class Frontends:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: attach}),))
 
     def show(self) -> None:
-        """Tell frontends whether the router serves."""
         readiness = self._backend.readiness()
         for link in self._links:
             link.show(readiness)

@@ -46,8 +46,6 @@ def stage_of(request: Request) -> str:
 
 
 class Live:
-    """Shows a router's core."""
-
     def __init__(self, core: RouterCore, status: Callable[[], admin.ClusterStatus], started_s: float) -> None:
         self._core = core
         self._status = status

@@ -29,7 +29,6 @@ class LocalBackend:
     """A router's core, as frontends see it."""
 
     def __init__(self, shell: Shell, config: RouterConfig, model: str, is_stopping: Callable[[], bool]) -> None:
-        """`model`: its name."""
         self.clock = shell.clock
         self.tenants = Uses(shell.clock)
         self.outcomes = Ends(model)
@@ -100,7 +99,6 @@ class LocalBackend:
         return await metrics_text(self.samples) if self._shows_metrics else b""
 
     def samples(self) -> Iterator[Sample]:
-        """Yield all that the router shows."""
         yield Sample(FRONTENDS, len(self.admin.frontends) + self._serves_clients)
         yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
         yield from self.kept.samples()

@@ -63,7 +63,6 @@ class Ends:
         self._invalid[status] += 1
 
     def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
-        """Count a request that is valid."""
         if event.is_preparation:
             self._prepared[_ended_how(outcome)] += 1
             return

@@ -77,7 +77,6 @@ class Shell:
         return stream
 
     def close_stream(self, stream: WorkerStream) -> None:
-        """Note that a worker's stream is over, whoever ended it."""
         self.streams.pop(stream.link_id, None)
         self.post(LinkLost(stream.link_id, stream.closed or STREAM_ENDED))
 

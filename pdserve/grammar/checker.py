@@ -85,7 +85,6 @@ class CompilerProcess:
             del self._asked[number]
 
     async def close(self) -> None:
-        """End the process."""
         self._kill()
         if self._reading is not None:
             await asyncio.shield(self._reading)
@@ -137,8 +136,6 @@ Key = tuple[str, StructuredOutput]  # a tenant's specification
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """The check of one specification."""
-
     task: asyncio.Task[str | None] = field(init=False)
     num_waiting: int = 0  # clients
     has_place: bool = False  # it is compiled, or was
@@ -176,7 +173,6 @@ class Checker:
             raise invalid(structured.field, echo(problem))
 
     async def close(self) -> None:
-        """End all checks and the process."""
         tasks: list[asyncio.Task[str | None] | asyncio.Task[CompilerProcess]] = [
             check.task for check in self._checks.values()
         ]

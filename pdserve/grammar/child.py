@@ -60,7 +60,6 @@ def serve() -> None:
 
 
 def _compile(compiler: Compiler, asked: dict[str, Any]) -> Never:
-    """Compile one specification and end."""
     status = 1
     try:
         os.nice(NICENESS)

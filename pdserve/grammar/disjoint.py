@@ -17,8 +17,6 @@ KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 class Prover:
-    """Compares parts of one schema."""
-
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._fuel = FUEL
@@ -107,7 +105,6 @@ def _kinds(schema: Schema) -> set[str]:
 
 
 def _property(schema: Schema, name: str) -> object:
-    """Return what the value of a property has to match."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]

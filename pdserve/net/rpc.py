@@ -56,7 +56,6 @@ _KEEPALIVE: Options = [
 
 
 def channel_options(max_message_bytes: int) -> Options:
-    """Return the options of a channel."""
     return [
         *_message_limits(max_message_bytes),
         *_KEEPALIVE,

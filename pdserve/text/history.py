@@ -32,7 +32,6 @@ class CallForm:
     names_tools: bool = False  # a tool's answer has the name of the tool, which clients of OpenAI's API leave out
 
     def shaped(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages in this form."""
         names: dict[object, object] = {}
         shaped = []
         for message in messages:

@@ -30,8 +30,6 @@ BEGIN, END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an answer."""
-
     text: str
     is_reasoning: bool
 

@@ -79,8 +79,6 @@ class StopMatcher:
 
 @value
 class TextDelta:
-    """Text that some tokens add to the answer."""
-
     text: str
     num_tokens: int  # how many of them the answer has; fewer than given where a stop string ended it
     stop: str | None  # the stop string that ended the text, or None while it goes on

@@ -199,13 +199,10 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 def frame(messages: Sequence[Message]) -> bytes:
-    """Return messages as one frame."""
     return _encoder.encode(messages)
 
 
 class Channel:
-    """One end of the channel."""
-
     def __init__(self, decoder: "msgspec.msgpack.Decoder[Any]", take: Callable[[Any], None]) -> None:
         """`take` gets each message of the peer. What it raises ends the channel."""
         self._decoder = decoder

@@ -47,8 +47,6 @@ class _Model(BaseModel):
 
 
 class KeyHash(_Model):
-    """One key of a tenant."""
-
     id: str = Field(min_length=1, max_length=64, description="Names the key in logs.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal.")
 
@@ -68,14 +66,10 @@ class TenantLimits(_Model):
 
 
 class Tenant(TenantLimits):
-    """A tenant's entry."""
-
     keys: tuple[KeyHash, ...] = Field(description="Any of these is taken; with none, the tenant is locked out.")
 
 
 class KeysFile(_Model):
-    """The file as a whole."""
-
     tenants: dict[TenantName, Tenant]
 
     @model_validator(mode="after")
@@ -219,6 +213,5 @@ class Visit:
             self.tenants.spend(self.client.tenant, num_tokens)
 
     def end(self) -> None:
-        """Count it as ended."""
         if self.client is not None and not self.is_part:
             self.tenants.end(self.client.tenant)

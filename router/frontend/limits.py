@@ -66,7 +66,6 @@ class Use:
         self._tokens.level -= num_tokens
 
     def end(self) -> None:
-        """Count a request as ended."""
         self.num_running -= 1
 
 
@@ -83,7 +82,6 @@ class Uses:
         return self.begin_now(tenant, limits)
 
     def begin_now(self, tenant: str, limits: TenantLimits) -> Refused | None:
-        """The same as `begin`, without waiting."""
         refused = self._uses.setdefault(tenant, Use()).begin(limits, self._clock.now_s())
         if refused is not None:
             self.over_limit[refused.cause] += 1

@@ -190,7 +190,6 @@ class Page:
 
 
 async def _left(receive: Receive) -> None:
-    """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

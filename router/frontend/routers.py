@@ -34,8 +34,6 @@ _NOT_YET = Readiness(is_live=True, is_ready=False, can_serve=False, max_model_le
 
 
 class RouterLink:
-    """A stream to a router."""
-
     def __init__(self, address: str, routers: "Routers") -> None:
         self.address = address
         self.readiness: Readiness | None = None  # None: it has said nothing yet
@@ -44,7 +42,6 @@ class RouterLink:
         self._routers = routers
 
     def _take(self, message: messages.FromCore) -> None:
-        """Carry out a message of the router's."""
         match message:
             case messages.ReadinessChanged(readiness):
                 readiness.check_model(self._routers.model)
@@ -97,7 +94,6 @@ class Routers:
     # ---- links
 
     def attach(self, link: RouterLink) -> None:
-        """Begin to use a stream that has been opened."""
         link.channel.post(messages.Attached(self._config.frontend_id, messages.PROTOCOL_VERSION, self.metrics_address))
         self._links.append(link)
 

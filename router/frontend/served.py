@@ -57,7 +57,6 @@ class ServedModel:
 
 
 def served_name(config: EndpointConfig) -> str:
-    """Return the model's name in requests."""
     return config.served_model_name or open_checkpoint(resolve_model(config.model)).name
 
 

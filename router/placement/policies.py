@@ -37,7 +37,6 @@ def _pair_load(pair: Pair) -> tuple[bool, float]:
 
 
 def _shares(pair: Pair) -> tuple[float, float]:
-    """Return the shares that are taken of who computes the prompt and of who decodes."""
     computes, decode = pair.prefill or pair.decode, pair.decode
     return 0.0 if computes is None else _queue_share(computes), 0.0 if decode is None else _batch_share(decode)
 

@@ -24,8 +24,6 @@ SessionKey = bytes  # KEY_BYTES of them; empty: the request names no conversatio
 
 @value
 class Home:
-    """The workers of a conversation's last turn."""
-
     computes: LinkId  # the prompt
     decode: LinkId | None  # None: the first token ended it
 

@@ -129,8 +129,6 @@ class Ended:
 
 @dataclass(slots=True)
 class Second:
-    """What ended in one second."""
-
     at: int  # whole seconds of the core's clock
     num_ended: int = 0  # requests; a client that left counts for nothing
     num_missed: int = 0  # of these, those that missed an objective or have no answer
@@ -140,8 +138,6 @@ class Second:
 
 
 class Recent:
-    """Keeps the rings."""
-
     def __init__(self) -> None:
         self.now_s = 0.0  # of the event that the core handles
         self._number = 0  # of the newest entry

@@ -30,8 +30,6 @@ OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the p
 
 @dataclass(slots=True)
 class Counter:
-    """What a tenant has been served."""
-
     served: int = 0  # weighted tokens
 
 
@@ -197,7 +195,6 @@ class Request:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Indices of the sequences that have not ended."""
         return tuple([sequence.index for sequence in self.sequences if not sequence.ended])
 
     @property

@@ -132,7 +132,6 @@ class MessagesResponse:
         return _event("content_block_stop", {"index": len(self._blocks) - 1})
 
     def _ending(self, choice: Choice) -> Json:
-        """Return why a message ends."""
         if choice.finish_reason == "length":
             is_full = self.num_prompt_tokens + self._num_tokens >= self._max_model_len
             return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
@@ -144,7 +143,6 @@ class MessagesResponse:
 
 
 def body_of(refused: Refused) -> bytes:
-    """Return the JSON of an error, of a response or of an event."""
     message = renaming(refused, _FIELDS).message
     kind = _ERRORS.get(refused.response.http, "invalid_request_error" if refused.response.http < 500 else "api_error")
     error = {"type": kind, "message": message, "refused_because": refused.cause.value}
@@ -163,7 +161,6 @@ def _usage(usages: Sequence[Usage]) -> Json:
 
 
 def _begun(kind: str, call: Json | None = None) -> Json:
-    """Return a block without its content."""
     if call is not None:
         return {"type": kind, "id": call["id"], "name": call["function"]["name"], "input": {}}
     return {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}

@@ -33,8 +33,6 @@ MAX_CONCURRENT = 64  # requests of one stream; more wait unread
 
 
 class OpenInference(GRPCInferenceServiceServicer):
-    """Opens requests at the intake of their model."""
-
     def __init__(self, models: Models) -> None:
         self._models = models
 

@@ -31,8 +31,6 @@ _UNUSED = frozenset({"sequence_id", "sequence_start", "sequence_end", "triton_en
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request."""
-
     request: inference.GenerateRequest
     streams: bool
     outputs: frozenset[str]  # that are wanted
@@ -90,7 +88,6 @@ def reply(
 
 
 def _inputs(message: protocol.ModelInferRequest) -> dict[str, bytes | bool]:
-    """Return each input's one value, by name."""
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise invalid("raw_input_contents", f"{len(raw)} are given for {len(message.inputs)} inputs")

@@ -16,8 +16,6 @@ Object = dict[str, Any]
 
 
 class Body(BaseModel):
-    """The body of a request."""
-
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     PARTS: ClassVar[tuple[str, ...]] = ()

@@ -166,7 +166,6 @@ class Response:
         self._after_text = dialect.after_text + self._after
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
-        """Return the chunks for what a choice gained. `last_chunk` returns the one for its end."""
         gain = self._seen(choice, gain)
         if not (gain.token_ids or gain.text or gain.finish_reason):
             return b""  # the gain is about the prompt only
@@ -183,7 +182,6 @@ class Response:
         return b"".join(events)
 
     def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
-        """Return the chunk that ends a choice, with `ledger` if there is one."""
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
         return self._event(choice, {}, end, None if ledger is None else {"pdserve": ledger})
 
@@ -195,11 +193,9 @@ class Response:
         return self._before + b"]," + encode({"usage": usage, "pdserve": ledger})[1:] + b"\n\n" + DONE
 
     def refused(self, refused: Refused) -> bytes:
-        """Return what ends a stream whose answer has ended without being complete."""
         return b"data: " + body_of(refused) + b"\n\n" + DONE
 
     def body(self, choices: Sequence[tuple[Choice, Gain]], usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
-        """Return a whole response. Each choice comes with everything it gained."""
         usage = total(usages, answer=self.shown.answer)
         results = [self._result(choice, self._seen(choice, gain)) for choice, gain in choices]
         about = self._about(choices[0][0].prompt) if self.dialect.is_chat else {}
@@ -282,7 +278,6 @@ class Response:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Json:
-    """Return the usage as OpenAI's API has it."""
     usage: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -48,7 +48,6 @@ ERRORS = {
 
 
 def with_generation(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)

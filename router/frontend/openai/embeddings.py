@@ -26,8 +26,6 @@ PART_BYTES = 2**14  # of vectors that are written without a pause: half a millis
 
 
 class Embedder:
-    """Serves the routes for one model."""
-
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
@@ -92,7 +90,6 @@ def _name(place: int) -> str:
 
 
 def numbers(vector: bytes) -> tuple[float, ...]:
-    """Return the numbers of a vector."""
     return struct.unpack(f"<{len(vector) // FLOAT_BYTES}f", vector)
 
 

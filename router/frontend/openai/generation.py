@@ -47,8 +47,6 @@ MAX_TOKEN_BODY_BYTES = 1 << 20  # of a text whose tokens are wanted
 
 
 class Generator:
-    """Serves the routes of generation for one model."""
-
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 

@@ -31,7 +31,6 @@ def infilling(body: CompletionRequest, template: inference.GenerateRequest, plan
 
 
 def with_suffix(template: inference.GenerateRequest, prompt: str, suffix: str) -> inference.GenerateRequest:
-    """Return the request of one prompt."""
     parts = zip(ROLES, (prompt, suffix), strict=True)
     messages = [inference.ChatMessage(role=role, content=text) for role, text in parts]
     request = inference.GenerateRequest(chat=inference.Chat(messages=messages))

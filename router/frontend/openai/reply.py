@@ -318,7 +318,6 @@ async def respond_in_parts(send: Send, status: int, parts: Iterable[bytes], head
 
 
 async def respond(send: Send, status: int, body: bytes, headers: Sequence[Header]) -> None:
-    """Write a whole response."""
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})

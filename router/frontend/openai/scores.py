@@ -30,8 +30,6 @@ Pair = tuple[str, str]  # a query and a document
 
 
 class Scorer:
-    """Serves the routes for one model."""
-
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 

@@ -47,7 +47,6 @@ class Handshakes:
         return _Accepted(self._begin)
 
     def close(self) -> None:
-        """End all that are under way."""
         while self._under_way:
             self._give_up_oldest()
 

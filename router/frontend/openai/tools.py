@@ -173,7 +173,6 @@ class ToolGrammar:
         return "\n".join([f"start: {answer}", f"call: {' | '.join(calls)}", *rules])
 
     def _call(self, number: int, name: str, schema: Schema) -> list[str]:
-        """Return the rules of a call."""
         key = self.written.arguments_key
         if self.written.may_be_bare:  # as JSON: llguidance would take a text that other JSON begins with for the call
             members = {"name": {"const": name}, key: _moved(schema, f"/properties/{key}")}

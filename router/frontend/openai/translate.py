@@ -65,7 +65,6 @@ def completion_template(body: CompletionRequest, headers: Headers) -> inference.
 
 
 def with_prompt(template: inference.GenerateRequest, prompt: str | Sequence[int]) -> inference.GenerateRequest:
-    """Return the request of one prompt."""
     request = inference.GenerateRequest()
     request.CopyFrom(template)
     if isinstance(prompt, str):

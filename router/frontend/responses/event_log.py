@@ -24,7 +24,6 @@ class EventLog:
         self._news = asyncio.Event()  # set with the next event; replaced then
 
     def add(self, events: Sequence[Json], *, is_last: bool = False) -> None:
-        """Add events, perhaps with the last one."""
         added = [event(told) for told in events]
         self._events += added
         self.num_bytes += sum(map(len, added))

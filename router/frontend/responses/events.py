@@ -158,7 +158,6 @@ class Output:
         return events
 
     def _begun(self, state: State, call: Json | None) -> Json:
-        """Return an item without its content."""
         if call is not None:
             name = call["function"]["name"]
             about = {"call_id": call["id"], **self._namespaces.get(name, {"name": name}), "arguments": ""}

@@ -161,7 +161,6 @@ class _Turn:
                 self._text = _plain(item.content)
 
     def end(self) -> Iterator[Object]:
-        """Yield the message, if there is one."""
         if self._text is not None or self._calls:
             yield {
                 "role": "assistant",
@@ -173,12 +172,10 @@ class _Turn:
 
 
 def _plain(content: str | Sequence[ItemPart] | None) -> str:
-    """Return the text of a content that was checked."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.refusal or part.text or "" for part in content)
 
 
 def dumped(items: Iterable[Item]) -> list[Object]:
-    """Return items as JSON has them."""
     return [item.model_dump(exclude_none=True) for item in items]

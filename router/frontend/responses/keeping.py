@@ -111,7 +111,6 @@ class Keeping:
         await self._store.ask(Shelf.put, self.tenant, Kind.RESPONSE, replace(self.entry, body=told), running_s)
 
     async def go_on(self) -> None:
-        """Note that the answer has begun."""
         await self._store.ask(Shelf.change, self.tenant, self.response.id, Kind.RESPONSE, _in_progress)
 
     async def end(self) -> None:

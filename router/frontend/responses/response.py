@@ -80,7 +80,6 @@ class ItemsResponse:
         return encode(self.told)
 
     def queued(self) -> list[Json]:
-        """Return the events of a response that waits."""
         return self.output.queue(dict(self.told))
 
     def gained(self, choice: Choice, gain: Gain) -> list[Json]:
@@ -100,17 +99,14 @@ class ItemsResponse:
         return events + (self.output.add({}, logprobs) if logprobs else [])
 
     def closed(self, choice: Choice) -> list[Json]:
-        """Return the events that end the last item."""
         self._finish_reason = choice.finish_reason
         empty = [] if self.output.items else self.output.add({"content": ""})
         return empty + self.output.close(is_cut=choice.finish_reason == "length")
 
     def ended(self) -> Json:
-        """Return the last event of a response that is complete."""
         return self.output.end(self.told["status"], self.told)
 
     def broken(self, refused: Refused) -> list[Json]:
-        """Return the last events of a response that ends without being complete."""
         if not self.output.is_told:
             error = errors.error_of(named(refused))
             return [self.output.error(**{name: error[name] for name in ("code", "message", "param")})]
@@ -127,7 +123,6 @@ class ItemsResponse:
             self.told |= {"status": "cancelled", "error": None}
 
     def finish(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> None:
-        """Note the end of the answer."""
         is_cut = self._finish_reason == "length"
         num_reasoning = self._reasoning.count if self._reasoning is not None and self.output.num_reasoning else 0
         self.told |= {
@@ -183,7 +178,6 @@ def envelope(asked: ResponseRequest, model: str) -> Json:
 
 
 def usage_of(usages: Sequence[Usage], num_reasoning: int) -> Json:
-    """Return the usage as this API has it."""
     usage = summed(usages)
     return {
         "input_tokens": usage.prompt_tokens,
@@ -200,10 +194,8 @@ def named(refused: Refused) -> Refused:
 
 
 def body_of(refused: Refused) -> bytes:
-    """Return the JSON of an error."""
     return errors.body_of(named(refused))
 
 
 def written(events: Sequence[Json]) -> bytes:
-    """Return events as a stream has them."""
     return b"".join([event(told) for told in events])
