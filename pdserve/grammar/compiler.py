@@ -13,7 +13,7 @@ from random import Random
 import llguidance
 
 from pdserve.base.errors import GrammarError
-from pdserve.grammar.finite import flaw_of
+from pdserve.grammar.finite import is_matched
 from pdserve.grammar.parts import Schema, schemas_in
 from pdserve.protocol.sampling import StructuredOutput
 
@@ -121,5 +121,5 @@ def _of_schema(text: str) -> str:
 
 
 def _check(schema: Schema) -> None:
-    if (flaw := flaw_of(schema)) is not None:
-        raise GrammarError(flaw)
+    if not is_matched(schema):
+        raise GrammarError("it is recursive without end, or requires what is false: no finite JSON value matches it")

@@ -4,37 +4,25 @@ from collections.abc import Iterator
 
 from pdserve.grammar.parts import Schema, listed, target
 
-ENDLESS = "it is recursive without end: no finite JSON value matches it"
-IMPOSSIBLE = "no JSON value matches it: it requires something that is false"
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
-def flaw_of(schema: Schema) -> str | None:
-    """Return why no finite value matches a schema, which may refer to itself; None: one may.
+def is_matched(schema: Schema) -> bool:
+    """Return whether some finite value may match a schema, which may refer to itself.
 
     Whether a part of a schema describes something finite depends on its own parts. If parts depend on each other in a
-    circle, they do only if that follows without assuming it: the least fixed point. If it does not follow although all
-    circles are assumed to (the greatest fixed point), recursion is not the reason. References that lead nowhere, and
+    circle, they do only if that follows without assuming it: the least fixed point. References that lead nowhere, and
     keywords not looked at here, are left to llguidance.
     """
-    parts = {id(part): part for part in _reachable(schema, schema)}
-    in_order = list(reversed(parts.values()))  # inner parts mostly come before outer ones
-    finite, possible = set[int](), set(parts)
+    in_order = list(_reachable(schema, schema))[::-1]  # inner parts mostly come before outer ones
+    finite = set[int]()
     num_before = -1
     while num_before < len(finite):
         num_before = len(finite)
         for part in in_order:
             if id(part) not in finite and _is_finite(part, schema, finite):
                 finite.add(id(part))
-    if id(schema) in finite:
-        return None
-    num_before = -1
-    while num_before != len(possible):
-        num_before = len(possible)
-        for part in in_order:
-            if id(part) in possible and not _is_finite(part, schema, possible):
-                possible.remove(id(part))
-    return ENDLESS if id(schema) in possible else IMPOSSIBLE
+    return id(schema) in finite
 
 
 def _is_finite(part: Schema, root: Schema, finite: set[int]) -> bool:

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from itertools import groupby
+from os.path import commonprefix
 
 import tokenizers
 
@@ -159,15 +160,9 @@ def _either(texts: Iterable[str]) -> str:
     parts = []
     for _, group in groupby((text for text in ordered if text), key=lambda text: text[0]):
         alike = list(group)
-        shared = _shared(alike[0], alike[-1])  # they are sorted: so all share this
+        shared = commonprefix(alike)  # noqa: RUF071 - these are no paths
         parts.append(re.escape(shared) + _either(text[len(shared) :] for text in alike))
     return f"(?:{'|'.join(parts)}){'?' if '' in ordered else ''}" if parts else ""
-
-
-def _shared(one: str, other: str) -> str:
-    """Return what two texts begin with."""
-    place = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-    return one[:place]
 
 
 def _pattern(*choices: str) -> re.Pattern[str]:
