@@ -64,9 +64,9 @@ from pdserve.router.frontend.openai.sites import Sites, adding, check_json
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
 from pdserve.router.frontend.prompts import check_ids, too_long
+from pdserve.router.frontend.responses import routes as kept
 from pdserve.router.frontend.responses.door import Responses
 from pdserve.router.frontend.responses.response import body_of as responses_body_of
-from pdserve.router.frontend.responses.routes import KeptConversations, KeptResponses
 from pdserve.router.frontend.terms import usable_label
 from pdserve.text.tokenizer import Tokenizer
 
@@ -207,9 +207,8 @@ def routes(models: Models, responses: Responses) -> FastAPI:
     _add_state(app, models)
     _add_models(app, models)
     _add_tokens(app, models)
-    clients = models.first.clients
-    app.include_router(KeptResponses(clients, responses.store, responses.background).router())
-    app.include_router(KeptConversations(clients, responses.store).router())
+    app.state.clients, app.state.responses = models.first.clients, responses
+    app.include_router(kept.routes)
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
     return app
 

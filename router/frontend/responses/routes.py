@@ -3,14 +3,14 @@
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from pdserve.protocol.refusal import invalid
-from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.openai.body import Body
 from pdserve.router.frontend.openai.generation import key_of
 from pdserve.router.frontend.responses.background import Background
@@ -62,6 +62,22 @@ class Retrieving(Body):
     starting_after: int | None = Query(None, ge=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    tenant: str
+    store: Store
+    background: Background
+
+
+async def _identified(call: Request) -> _Caller:
+    state = call.app.state
+    return _Caller(state.clients.tenant(key_of(call.scope)), state.responses.store, state.responses.background)
+
+
+Caller = Annotated[_Caller, Depends(_identified)]
+routes = APIRouter()
+
+
 def listed(items: Sequence[Json], asked: Listing) -> Json:
     """Return a page of items, which stand in the order in which they came."""
     ordered = list(items) if asked.order == "asc" else list(reversed(items))
@@ -75,152 +91,130 @@ def listed(items: Sequence[Json], asked: Listing) -> Json:
     return {"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)}
 
 
-class KeptResponses:
-    """Responses that were kept."""
-
-    def __init__(self, clients: Clients, store: Store, background: Background) -> None:
-        self._clients = clients
-        self._store = store
-        self._background = background
-
-    def router(self) -> APIRouter:
-        router = APIRouter()
-        router.add_api_route(RESPONSE, self.retrieve, methods=["GET"])
-        router.add_api_route(RESPONSE, self.delete, methods=["DELETE"])
-        router.add_api_route(f"{RESPONSE}/cancel", self.cancel, methods=["POST"])
-        router.add_api_route(f"{RESPONSE}/input_items", self.input_items, methods=["GET"])
-        return router
-
-    async def retrieve(self, response_id: str, asked: Annotated[Retrieving, Query()], call: Request) -> Response:
-        """A response as it is now, or the events of one that was begun in the background with a stream."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        found = await self._store.get(tenant, response_id, Kind.RESPONSE)
-        if not asked.stream:
-            return Response(msgspec.json.encode(found.body), media_type="application/json")
-        log = self._background.log(tenant, response_id)
-        if log is None:
-            raise invalid("stream", "the events of this response are not kept here, or no more")
-        first = 0 if asked.starting_after is None else asked.starting_after + 1
-        headers = {name.decode(): shown.decode() for name, shown in EVENTS}
-        return StreamingResponse(log.read(first), headers=headers)
-
-    async def delete(self, response_id: str, call: Request) -> Json:
-        """Forget a response. If it is still being computed, it is cancelled."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        if not await self._store.ask(Shelf.delete, tenant, response_id, Kind.RESPONSE):
-            raise not_kept(response_id)
-        self._background.cancel(tenant, response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    async def cancel(self, response_id: str, call: Request) -> Json:
-        """Cancel a response that is computed in the background; one that has ended stays as it is."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        found = await self._store.ask(Shelf.cancel, tenant, response_id)
-        if found is None:
-            raise not_kept(response_id)
-        if not found.body["background"]:
-            raise invalid("id", "the response was not begun in the background")
-        if found.body["status"] == "cancelled":
-            self._background.cancel(tenant, response_id)
-        return found.body
-
-    async def input_items(self, response_id: str, asked: Annotated[Listing, Query()], call: Request) -> Json:
-        """The items that a response's own request had."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        await self._store.get(tenant, response_id, Kind.RESPONSE)
-        return listed(await self._store.ask(Shelf.items, tenant, response_id), asked)
+@routes.get(RESPONSE)
+async def retrieve_response(response_id: str, asked: Annotated[Retrieving, Query()], by: Caller) -> Response:
+    """A response as it is now, or the events of one that was begun in the background with a stream."""
+    found = await by.store.get(by.tenant, response_id, Kind.RESPONSE)
+    if not asked.stream:
+        return Response(msgspec.json.encode(found.body), media_type="application/json")
+    log = by.background.log(by.tenant, response_id)
+    if log is None:
+        raise invalid("stream", "the events of this response are not kept here, or no more")
+    first = 0 if asked.starting_after is None else asked.starting_after + 1
+    headers = {name.decode(): shown.decode() for name, shown in EVENTS}
+    return StreamingResponse(log.read(first), headers=headers)
 
 
-class KeptConversations:
-    """Conversations and their items."""
+@routes.delete(RESPONSE)
+async def delete_response(response_id: str, by: Caller) -> Json:
+    """Forget a response. If it is still being computed, it is cancelled."""
+    if not await by.store.ask(Shelf.delete, by.tenant, response_id, Kind.RESPONSE):
+        raise not_kept(response_id)
+    by.background.cancel(by.tenant, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
 
-    def __init__(self, clients: Clients, store: Store) -> None:
-        self._clients = clients
-        self._store = store
 
-    def router(self) -> APIRouter:
-        router = APIRouter()
-        router.add_api_route(CONVERSATIONS, self.create, methods=["POST"])
-        router.add_api_route(CONVERSATION, self.retrieve, methods=["GET"])
-        router.add_api_route(CONVERSATION, self.update, methods=["POST"])
-        router.add_api_route(CONVERSATION, self.delete, methods=["DELETE"])
-        router.add_api_route(ITEMS, self.items, methods=["GET"])
-        router.add_api_route(ITEMS, self.add_items, methods=["POST"])
-        router.add_api_route(ITEM, self.item, methods=["GET"])
-        router.add_api_route(ITEM, self.delete_item, methods=["DELETE"])
-        return router
+@routes.post(f"{RESPONSE}/cancel")
+async def cancel_response(response_id: str, by: Caller) -> Json:
+    """Cancel a response that is computed in the background; one that has ended stays as it is."""
+    found = await by.store.ask(Shelf.cancel, by.tenant, response_id)
+    if found is None:
+        raise not_kept(response_id)
+    if not found.body["background"]:
+        raise invalid("id", "the response was not begun in the background")
+    if found.body["status"] == "cancelled":
+        by.background.cancel(by.tenant, response_id)
+    return found.body
 
-    async def create(self, body: NewConversation, call: Request) -> Json:
-        """Begin a conversation."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        about: Json = {"id": f"conv_{secrets.token_hex(24)}", "object": "conversation"}
-        about |= {"created_at": int(time.time()), "metadata": body.metadata or {}}
-        entry = Entry(about, await self._new_items(tenant, body.items))
-        await self._store.ask(Shelf.put, tenant, Kind.CONVERSATION, entry)
-        return about
 
-    async def retrieve(self, conversation_id: str, call: Request) -> Json:
-        """A conversation, without its items."""
-        return (await self._held(conversation_id, call))[1].body
+@routes.get(f"{RESPONSE}/input_items")
+async def input_items(response_id: str, asked: Annotated[Listing, Query()], by: Caller) -> Json:
+    """The items that a response's own request had."""
+    await by.store.get(by.tenant, response_id, Kind.RESPONSE)
+    return listed(await by.store.ask(Shelf.items, by.tenant, response_id), asked)
 
-    async def update(self, conversation_id: str, body: NewMetadata, call: Request) -> Json:
-        """Replace a conversation's metadata."""
-        tenant, metadata = self._clients.tenant(key_of(call.scope)), body.metadata or {}
 
-        def change(found: Holder) -> Json:
-            return found.body | {"metadata": metadata}
+async def _held(by: _Caller, conversation_id: str) -> Holder:
+    return await by.store.get(by.tenant, conversation_id, Kind.CONVERSATION)
 
-        changed = await self._store.ask(Shelf.change, tenant, conversation_id, Kind.CONVERSATION, change)
-        if changed is None:
-            raise not_kept(conversation_id)
-        return changed
 
-    async def delete(self, conversation_id: str, call: Request) -> Json:
-        """Forget a conversation. Responses that it had are kept."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        if not await self._store.ask(Shelf.delete, tenant, conversation_id, Kind.CONVERSATION):
-            raise not_kept(conversation_id)
-        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+async def _new_items(by: _Caller, given: Sequence[Item] | None) -> list[Json]:
+    if len(given or ()) > MAX_NEW_ITEMS:
+        raise invalid("items", f"{len(given or ())} are over the limit of {MAX_NEW_ITEMS}")
+    return dumped(await given_in(by.store, by.tenant, given, "items"))
 
-    async def items(self, conversation_id: str, asked: Annotated[Listing, Query()], call: Request) -> Json:
-        """A conversation's items."""
-        tenant, _ = await self._held(conversation_id, call)
-        return listed(await self._store.ask(Shelf.items, tenant, conversation_id), asked)
 
-    async def add_items(self, conversation_id: str, body: NewItems, call: Request) -> Json:
-        """Add items to a conversation."""
-        tenant, holder = await self._held(conversation_id, call)
-        added = await self._new_items(tenant, body.items)
-        num_bytes = sum(len(msgspec.json.encode(item)) + ITEM_BYTES for item in added)
-        check_room(self._store, holder, num_bytes, "items")
-        if not await self._store.ask(Shelf.append, tenant, conversation_id, added):
-            raise not_kept(conversation_id)
-        return listed(added, Listing(limit=100, order="asc"))
+@routes.post(CONVERSATIONS)
+async def create_conversation(body: NewConversation, by: Caller) -> Json:
+    """Begin a conversation."""
+    about: Json = {"id": f"conv_{secrets.token_hex(24)}", "object": "conversation"}
+    about |= {"created_at": int(time.time()), "metadata": body.metadata or {}}
+    entry = Entry(about, await _new_items(by, body.items))
+    await by.store.ask(Shelf.put, by.tenant, Kind.CONVERSATION, entry)
+    return about
 
-    async def item(self, conversation_id: str, item_id: str, call: Request) -> Json:
-        """One item of a conversation."""
-        tenant, _ = await self._held(conversation_id, call)
-        found = await self._store.ask(Shelf.item, tenant, item_id, conversation_id)
-        if found is None:
-            raise not_kept(item_id)
-        item: Json = msgspec.json.decode(found)
-        return item
 
-    async def delete_item(self, conversation_id: str, item_id: str, call: Request) -> Json:
-        """Remove an item from a conversation; answers with the conversation."""
-        left = await self._store.ask(
-            Shelf.delete_item, self._clients.tenant(key_of(call.scope)), conversation_id, item_id
-        )
-        if left is None:
-            raise not_kept(item_id)
-        return left
+@routes.get(CONVERSATION)
+async def retrieve_conversation(conversation_id: str, by: Caller) -> Json:
+    """A conversation, without its items."""
+    return (await _held(by, conversation_id)).body
 
-    async def _held(self, conversation_id: str, call: Request) -> tuple[str, Holder]:
-        """Return whose call it is, and the conversation."""
-        tenant = self._clients.tenant(key_of(call.scope))
-        return tenant, await self._store.get(tenant, conversation_id, Kind.CONVERSATION)
 
-    async def _new_items(self, tenant: str, given: Sequence[Item] | None) -> list[Json]:
-        if len(given or ()) > MAX_NEW_ITEMS:
-            raise invalid("items", f"{len(given or ())} are over the limit of {MAX_NEW_ITEMS}")
-        return dumped(await given_in(self._store, tenant, given, "items"))
+@routes.post(CONVERSATION)
+async def update_conversation(conversation_id: str, body: NewMetadata, by: Caller) -> Json:
+    """Replace a conversation's metadata."""
+
+    def change(found: Holder) -> Json:
+        return found.body | {"metadata": body.metadata or {}}
+
+    changed = await by.store.ask(Shelf.change, by.tenant, conversation_id, Kind.CONVERSATION, change)
+    if changed is None:
+        raise not_kept(conversation_id)
+    return changed
+
+
+@routes.delete(CONVERSATION)
+async def delete_conversation(conversation_id: str, by: Caller) -> Json:
+    """Forget a conversation. Responses that it had are kept."""
+    if not await by.store.ask(Shelf.delete, by.tenant, conversation_id, Kind.CONVERSATION):
+        raise not_kept(conversation_id)
+    return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+@routes.get(ITEMS)
+async def items(conversation_id: str, asked: Annotated[Listing, Query()], by: Caller) -> Json:
+    """A conversation's items."""
+    await _held(by, conversation_id)
+    return listed(await by.store.ask(Shelf.items, by.tenant, conversation_id), asked)
+
+
+@routes.post(ITEMS)
+async def add_items(conversation_id: str, body: NewItems, by: Caller) -> Json:
+    """Add items to a conversation."""
+    holder = await _held(by, conversation_id)
+    added = await _new_items(by, body.items)
+    num_bytes = sum(len(msgspec.json.encode(item)) + ITEM_BYTES for item in added)
+    check_room(by.store, holder, num_bytes, "items")
+    if not await by.store.ask(Shelf.append, by.tenant, conversation_id, added):
+        raise not_kept(conversation_id)
+    return listed(added, Listing(limit=100, order="asc"))
+
+
+@routes.get(ITEM)
+async def item(conversation_id: str, item_id: str, by: Caller) -> Json:
+    """One item of a conversation."""
+    await _held(by, conversation_id)
+    found = await by.store.ask(Shelf.item, by.tenant, item_id, conversation_id)
+    if found is None:
+        raise not_kept(item_id)
+    item: Json = msgspec.json.decode(found)
+    return item
+
+
+@routes.delete(ITEM)
+async def delete_item(conversation_id: str, item_id: str, by: Caller) -> Json:
+    """Remove an item from a conversation; answers with the conversation."""
+    left = await by.store.ask(Shelf.delete_item, by.tenant, conversation_id, item_id)
+    if left is None:
+        raise not_kept(item_id)
+    return left
