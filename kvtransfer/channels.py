@@ -144,7 +144,7 @@ class Channel:
             self.stalls.posted(num_bytes, now_s)
         elif slot is not None:
             slot.is_free = True
-        copy.digests += self._source.digests(src)
+        copy.digests += self._source.digests_of_sent(src)
         return True
 
     def post_probe(self) -> bool:

@@ -16,18 +16,22 @@ _UNSIGNED = (1 << 64) - 1
 def device_region(view: Tensor, share: Share | None = None, whole: Share | None = None) -> Region:
     """Return pages that the page-digest kernel can read. view: uint8 [num_pages, page_bytes], contiguous.
 
-    share: of a rank with memory of its own: some KV heads of all layers, which follow one another in the whole page.
+    share: of a rank with memory of its own: some KV heads of all layers, which follow one another in the whole page, or
+    a copy of one head.
     """
-    page_bytes, first_byte = view.shape[1], 0
+    page_bytes, first_byte, of_sent = view.shape[1], 0, None
     if share is not None and whole is not None:
-        if share.layers != whole.layers:
+        if share.layers != whole.layers or share.num_copies > 1 < share.num_heads:
             raise InvariantError(f"{share} of {whole}: its runs do not follow one another")
-        first_byte = page_bytes // share.num_heads * share.heads[0]
+        run_bytes = page_bytes // share.num_runs
+        first_byte = run_bytes * share.num_layers * share.heads[0]
+        if share.num_copies > 1:
+            first, end = (run_bytes * layer for layer in share.sent.layers)
+            of_sent = _kernel_digests(view[:, first:end], (first_byte + first) // WORD_BYTES)
     probe = torch.zeros((num_probe_rows(page_bytes), page_bytes), dtype=torch.uint8, device=view.device)
     gpu = view.get_device() if view.device.type == "cuda" else None
     digests = _kernel_digests(view, first_byte // WORD_BYTES)
-    digests((PageId(0),))  # compiled before anybody waits for it
-    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu, share)
+    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu, share, of_sent)
 
 
 def _kernel_digests(view: Tensor, first_word: int) -> TakeDigests:
@@ -47,4 +51,5 @@ def _kernel_digests(view: Tensor, first_word: int) -> TakeDigests:
             found = page_digests(view, ids, first_word).tolist()
         return tuple(digest & _UNSIGNED for digest in found)
 
+    digests((PageId(0),))  # compiled before anybody waits for it
     return digests

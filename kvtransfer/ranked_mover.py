@@ -14,7 +14,7 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import decode_ranks, encode_ranks, first_difference
 from pdserve.kvtransfer.remote_mover import RemoteMover
 from pdserve.kvtransfer.routes import check_shares, whole_of
-from pdserve.kvtransfer.session import of_parts
+from pdserve.kvtransfer.session import Digests, of_parts
 from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.protocol.page_tables import Pages
 
@@ -45,9 +45,14 @@ class RankedMover:
         return encode_ranks(self._described)
 
     def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
+        """Return the position of the first page whose digest differs in one of the copies, or None."""
         others = [other.digests(pages) for other in self._others]
-        own = self._own.region.digests(pages)
-        return first_difference(of_parts([own, *[each.result().digests for each in others]]), digests)
+        parts = [self._own.region.digests(pages), *[each.result().digests for each in others]]
+        copies: dict[int, list[Digests]] = {}
+        for (share, _), part in zip(self._described, parts, strict=True):
+            copies.setdefault(share.copy, []).append(part)
+        found = [first_difference(of_parts(each), digests) for each in copies.values()]
+        return min([position for position in found if position is not None], default=None)
 
     def attach(self, peer: Peer, description: bytes, conversion: Conversion | None = None) -> None:
         """Prepare writes of each rank to those of the peer's ranks that hold a part of what it holds; blocks."""

@@ -36,9 +36,10 @@ _HEADER = struct.Struct("!4sHiQQQQQI")
 _HOST = -1
 
 _RANKS_MAGIC = b"PDKR"
-_RANKS_VERSION = 2  # in which order pages lie in a rank's memory: `[kv_head][layer][k|v]`
+_RANKS_VERSION = 3  # in which order pages lie in a rank's memory: `[kv_head][layer][k|v]`
 _RANKS = struct.Struct("!4sHH")  # magic, version, number of ranks
-_RANK = struct.Struct("!IIIII")  # layers and heads of a rank's share, bytes of its description
+# Layers and heads of a rank's share, which copy of them it is, and of how many; bytes of its description.
+_RANK = struct.Struct("!IIIIIII")
 MAX_RANKS = 1024
 
 
@@ -53,9 +54,10 @@ class Region:
     probe: Rows
     address: int
     probe_address: int
-    digests: TakeDigests
+    digests: TakeDigests  # of all that lies here
     gpu: int | None = None  # whose memory it is; None: the host's
     share: Share | None = None  # of each page that lies here; None: all of it
+    of_sent: TakeDigests | None = None  # digests of what it sends; None: all of it
 
     @classmethod
     def of(cls, view: ByteRows) -> "Region":
@@ -68,8 +70,11 @@ class Region:
     @classmethod
     def of_rank(cls, view: ByteRows, share: Share, whole: Share) -> "Region":
         """Return the region of a rank with memory of its own, which holds its share of each whole page."""
-        digests = partial(_xxh3_runs, view, share.run_numbers(whole))
-        return replace(cls.of(view), digests=digests, share=share)
+        numbers = share.run_numbers(whole)
+        sent = frozenset(share.sent.run_numbers(whole))
+        places = [place for place, number in enumerate(numbers) if number in sent]
+        digests, of_sent = (partial(_xxh3_runs, view, numbers, each) for each in (range(len(numbers)), places))
+        return replace(cls.of(view), digests=digests, share=share, of_sent=of_sent)
 
     @property
     def num_pages(self) -> int:
@@ -78,6 +83,10 @@ class Region:
     @property
     def page_bytes(self) -> int:
         return int(self.view.shape[1])
+
+    def digests_of_sent(self, pages: Pages) -> tuple[int, ...]:
+        """Return digests of what this process sends of pages: of all that lies here, unless others have it, too."""
+        return (self.of_sent or self.digests)(pages)
 
     def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
         """Return the position of the first page whose digest differs, or None."""
@@ -135,7 +144,7 @@ def encode_ranks(ranks: Sequence[tuple[Share, Description]]) -> bytes:
     parts = [_RANKS.pack(_RANKS_MAGIC, _RANKS_VERSION, len(ranks))]
     for share, description in ranks:
         encoded = description.encode()
-        parts += (_RANK.pack(*share.layers, *share.heads, len(encoded)), encoded)
+        parts += (_RANK.pack(*share.layers, *share.heads, share.copy, share.num_copies, len(encoded)), encoded)
     return b"".join(parts)
 
 
@@ -152,7 +161,7 @@ def decode_ranks(data: bytes) -> tuple[tuple[Share, Description], ...]:
             raise ProtocolError(f"mover_metadata: {len(data)} bytes for {count} ranks")
         *spans, num_bytes = _RANK.unpack_from(data, place)
         place += _RANK.size
-        share = Share((spans[0], spans[1]), (spans[2], spans[3]))
+        share = Share((spans[0], spans[1]), (spans[2], spans[3]), *spans[4:])
         ranks.append((share, Description.decode(data[place : place + num_bytes])))
         place += num_bytes
     if place != len(data):
@@ -177,7 +186,11 @@ def _xxh3(view: ByteRows, pages: Pages) -> tuple[int, ...]:
     return tuple(xxhash.xxh3_64_intdigest(view[page]) for page in pages)
 
 
-def _xxh3_runs(view: ByteRows, numbers: Sequence[int], pages: Pages) -> tuple[int, ...]:
-    """Return of each page the sum of XXH3 over the runs that lie here, each with its number in a whole page as seed."""
-    runs = view.reshape(len(view), len(numbers), -1)
-    return tuple([sum(map(xxhash.xxh3_64_intdigest, runs[page], numbers)) % (1 << 64) for page in pages])
+def _xxh3_runs(view: ByteRows, numbers: Sequence[int], places: Sequence[int], pages: Pages) -> tuple[int, ...]:
+    """Return of each page the sum of XXH3 over the runs at some places, each with its number in a whole page as seed.
+
+    numbers: of all runs that lie here.
+    """
+    seeds, runs = [numbers[place] for place in places], view.reshape(len(view), len(numbers), -1)
+    found = (map(xxhash.xxh3_64_intdigest, map(runs[page].__getitem__, places), seeds) for page in pages)
+    return tuple([sum(page) % (1 << 64) for page in found])

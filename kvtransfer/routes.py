@@ -1,10 +1,15 @@
 """Which bytes of a page each rank of a sender writes into the memory of which rank of a receiver. Decides; does no I/O.
 
-Invariant: together, the ranks of a sender write each byte of each page once, into the memory of one rank.
+Invariant: together, the ranks of a sender write each byte of each page once, into the memory of each rank of the
+receiver that holds it.
 
 A page is a run of bytes for each KV head and layer: the head's K, then its V. A rank that has memory of its own holds
 the runs of its share, in the order `[kv_head][layer]`, and no others. So neighbouring heads are one run of bytes where
 all layers are meant, and neighbouring layers of one head always are.
+
+Several ranks may hold a copy of the same runs: latent rows, which all heads share, and KV heads where there are fewer
+than ranks. Of these runs each of a sender's ranks sends an even part of the layers, to all ranks that hold a copy. So
+what a receiver's ranks get, and the digest of it, comes from the same ranks of the sender.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +27,14 @@ class Share:
 
     layers: Span
     heads: Span
+    copy: int = 0  # which of the ranks that hold the same it is
+    num_copies: int = 1
+
+    @property
+    def sent(self) -> "Share":
+        """Return the part of it that this rank sends, and counts in digests; at least a layer if there are as many."""
+        first, end = (self.layers[0] + copy * self.num_layers // self.num_copies for copy in (self.copy, self.copy + 1))
+        return Share((first, end), self.heads)
 
     @property
     def num_layers(self) -> int:
@@ -40,7 +53,7 @@ class Share:
         return tuple([layer * whole.num_heads + head for head in range(*self.heads) for layer in range(*self.layers)])
 
     def common(self, other: "Share") -> "Share | None":
-        """Return what two ranks both hold."""
+        """Return what two ranks both hold, in whichever copy."""
         layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
         return None if layers is None or heads is None else Share(layers, heads)
 
@@ -56,11 +69,19 @@ def whole_of(shares: Sequence[Share]) -> Share:
 
 
 def check_shares(shares: Sequence[Share], whole: Share) -> None:
-    """Raise ProtocolError unless each run of a page is one rank's, and no other's."""
-    holds = all(min(each.num_layers, each.num_heads) > 0 and each.common(whole) == each for each in shares)
-    shared = any(one.common(other) for one, other in combinations(shares, 2))
-    if not holds or shared or sum([each.num_runs for each in shares]) != whole.num_runs:
-        raise ProtocolError("mover_metadata: its ranks do not hold each layer and KV head once")
+    """Raise ProtocolError unless there are as many copies of each run of a page, each of which one rank holds."""
+    numbers = sorted({share.copy for share in shares})
+    copies = [[share for share in shares if share.copy == number] for number in numbers]
+    is_alike = all(share.num_copies == len(numbers) for share in shares) and numbers == list(range(len(numbers)))
+    if not is_alike or not all(_is_whole(copy, whole) for copy in copies):
+        raise ProtocolError("mover_metadata: its ranks do not hold each layer and KV head once, or once in each copy")
+
+
+def _is_whole(shares: Sequence[Share], whole: Share) -> bool:
+    parts = [share.common(whole) for share in shares]
+    holds = all(part is not None and part.num_runs == share.num_runs for part, share in zip(parts, shares, strict=True))
+    is_shared = any(one.common(other) for one, other in combinations(shares, 2))
+    return holds and not is_shared and sum([share.num_runs for share in shares]) == whole.num_runs
 
 
 @value
@@ -92,9 +113,9 @@ class Route:
 
 
 def routes(source: Share, targets: Sequence[Share], run_bytes: int) -> Iterator[tuple[int, Route]]:
-    """Yield each rank of a receiver, by its number, that gets something of what one rank of a sender holds."""
+    """Yield each rank of a receiver, by its number, that gets something from one rank of a sender."""
     for number, target in enumerate(targets):
-        part = source.common(target)
+        part = source.sent.common(target)
         if part is not None:
             is_row = part.layers == source.layers == target.layers  # then neighbouring heads are one run
             yield number, Route(*[_rows(share, part, run_bytes, is_row=is_row) for share in (source, target)])

@@ -50,7 +50,7 @@ class NixlBackend:
             bind_thread(region.gpu)  # UCX looks for its ways to a GPU where one is current
         self.region = region  # stays alive while UCX may read it
         self._has_thread = region.gpu is None if has_thread is None else has_thread
-        own = "" if region.share is None else f"-{region.share.layers}-{region.share.heads}"
+        own = "" if region.share is None else f"-{region.share.layers}-{region.share.heads}-{region.share.copy}"
         name = f"{me.worker_id}-{me.incarnation:016x}{own}"  # each rank with memory of its own has an agent
         self.agent = start_agent(name, network, gpu=region.gpu is not None, has_thread=self._has_thread)
         self._sources: dict[Region, nixl.nixlRegDList] = {}  # registered memory

@@ -13,7 +13,7 @@ from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
-from pdserve.executor.rank_memory import check_on_devices, own_layout, rank_page_bytes
+from pdserve.executor.rank_memory import check_on_devices, num_copies, own_layout, rank_page_bytes
 from pdserve.executor.rank_sums import check_library
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
@@ -85,6 +85,7 @@ class Footprint:
     draft_weight_bytes: int = 0  # in memory, nearly, beside the model's
     draft_page_bytes: int = 0  # of a draft model, for each page of the model's; KV of a head is in `page_bytes`
     rank_page_bytes: int = 0  # of the rank that has the most of a page, where ranks are on several devices or machines
+    page_copies: int = 1  # of each page, in the memory of all ranks
 
     @property
     def num_alike(self) -> int:
@@ -98,7 +99,7 @@ class Footprint:
             here = self.degrees.num_ranks // self.num_alike
             return max(0, self.free_bytes - here * self.rank_weight_bytes) // (here * self.rank_page_bytes)
         held_bytes = self.weight_bytes + self.draft_weight_bytes
-        return max(0, self.free_bytes - held_bytes) // (self.page_bytes + self.draft_page_bytes)
+        return max(0, self.free_bytes - held_bytes) // (self.page_copies * self.page_bytes + self.draft_page_bytes)
 
     @property
     def num_tokens(self) -> int:
@@ -174,6 +175,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_token_bytes * layout.page_size,
         rank_page_bytes=_largest_page(layout, choices.degrees) if is_apart else 0,
+        page_copies=num_copies(layout, choices.degrees),
     )
 
 

@@ -111,7 +111,7 @@ def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
 
 
 def untried_kind(model: ModelConfig, **others: bool) -> str | None:
-    """Return what a model has that was tried in plain settings only. others: what else was not tried, by name."""
+    """Return what a model has that was tried in plain settings only. others: what else was not, or was, by name."""
     kinds = {
         "states": model.has_states,
         "latent rows": model.is_latent,

@@ -42,7 +42,7 @@ from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
-from pdserve.executor.rank_memory import own_layout, own_pages, rank_page_bytes, region_of
+from pdserve.executor.rank_memory import num_copies, own_layout, own_pages, rank_page_bytes, region_of
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
@@ -156,7 +156,8 @@ def _ranked(
         runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory)
         followers.meet()
         followers.meet_nodes(num_pages)
-        _check_memory(config, num_pages * layout.page_bytes)  # beside all of their parts
+        page_bytes = num_copies(layout, config.degrees) * layout.page_bytes
+        _check_memory(config, num_pages * page_bytes)  # beside all of their parts
         guessing = load_guessing(config, drafts, form, model, (num_pages, layout))
         drafter = drafter_of(guessing, runner, layout.page_size, limits)
         return RankedExecutor(runner, followers, thread, _name_of_ranks(config), config.test_step_s, drafter)
@@ -245,10 +246,11 @@ def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device
         return config.num_pages
     if device.type == "cuda" and "kv_cache_memory_bytes" not in config.model_fields_set:
         return None
-    num_pages = config.kv_cache_memory_bytes // layout.page_bytes
+    page_bytes = num_copies(layout, config.degrees) * layout.page_bytes
+    num_pages = config.kv_cache_memory_bytes // page_bytes
     if num_pages == 0:
         given = config.kv_cache_memory_bytes
-        raise ConfigError(f"kv_cache_memory_bytes: {given} have no room for a page of {layout.page_bytes} bytes")
+        raise ConfigError(f"kv_cache_memory_bytes: {given} have no room for a page of {page_bytes} bytes")
     return num_pages
 
 

@@ -46,14 +46,21 @@ def own_layout(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> KvLayo
 
     ConfigError where such ranks were not compared with one that has all.
     """
-    if kind := untried_kind(model):
+    if kind := untried_kind(model, **{"latent rows": False}):
         raise ConfigError(f"rank_memory: own is not served for a model with {kind}")
     if layout.others and degrees.pipeline > 1:
         raise ConfigError(f"rank_memory: own is not served for {degrees} of a model with layers in several groups")
-    if degrees.tensor > model.num_kv_heads:
-        heads = f"{degrees.tensor} ranks of {model.num_kv_heads} KV heads, some of which several ranks would hold"
-        raise ConfigError(f"rank_memory: own is not served for {heads}")
-    return replace(layout, page_digest=RUNS[layout.page_digest])
+    layout = replace(layout, page_digest=RUNS[layout.page_digest])
+    share = own_pages(Rank.at(0, degrees), layout).share
+    if share.num_copies > share.num_layers:  # each is to send some of them
+        few = f"{share.num_copies} ranks that hold the same {share.num_layers} runs of a page"
+        raise ConfigError(f"rank_memory: own is not served for {few}")
+    return layout
+
+
+def num_copies(layout: KvLayout, degrees: Degrees) -> int:
+    """Return how many copies of each page the memory of a worker's ranks holds."""
+    return own_pages(Rank.at(0, degrees), layout).share.num_copies if layout.is_by_head else 1
 
 
 def check_on_devices(degrees: Degrees, device: Device, quantization: ChosenQuantization) -> None:
@@ -86,8 +93,8 @@ def _share_of(rank: Rank, layout: KvLayout) -> Share:
     """Return a rank's share. Pages of several groups have runs of the first one's K or V in place of its layers."""
     num_runs = layout.page_bytes // (layout.num_kv_heads * layout.run_bytes)
     layers = rank.layers(num_runs if layout.others else layout.num_layers)
-    heads = rank.kv_heads(layout.num_kv_heads)
-    return Share((layers.start, layers.stop), (heads.start, heads.stop))
+    heads, copies = rank.kv_heads(layout.num_kv_heads), max(1, rank.size // layout.num_kv_heads)
+    return Share((layers.start, layers.stop), (heads.start, heads.stop), rank.index % copies, copies)
 
 
 def rank_page_bytes(layout: KvLayout, rank: Rank) -> int:

@@ -190,8 +190,9 @@ def test_what_fits_on_ranks_with_gpus_is_what_fits_on_each(
     sizes = ("--tensor-parallel-size", "2", "--quantization", "int8")
     refused = pdserve("models", "check", str(model), "--device", "cuda", "--dtype", "bfloat16", *sizes).stdout
     assert "not served: quantization: int8 is not served by 2 ranks on cuda yet; none is" in refused
-    windows = footprint_of(write_model("gemma3", tmp_path / "gemma3"), two)
+    windows, latents = (footprint_of(write_model(name, tmp_path / name), two) for name in ("gemma3", "deepseek-v2"))
     assert windows.rank_page_bytes * 2 == windows.page_bytes
+    assert latents.rank_page_bytes == latents.page_bytes, "each rank has all rows"
 
 
 def test_the_weights_of_the_largest_stage_are_those_of_its_layers_and_of_the_head(
@@ -297,12 +298,21 @@ def test_own_memory_of_ranks_is_refused_as_workers_refuse_it(tmp_path: Path, pds
     said = [pdserve("models", "check", str(model), *own).stdout for model in (llama, states)]
     assert "2: at most" in said[0]
     assert said[1] == "not served: rank_memory: own is not served for a model with states\n"
-    for choices, problem in (
-        (Choices(rank_memory="own", degrees=Degrees(4, 1)), "own is not served for 4 ranks of 2 KV heads"),
-        (Choices(rank_memory="own", kv_cache_dtype="int8"), "own is not served with this kv_cache_dtype yet: int8"),
-    ):
-        with pytest.raises(ConfigError, match=f"rank_memory: {problem}"):
-            footprint_of(llama, choices)
+    coded = Choices(rank_memory="own", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="rank_memory: own is not served with this kv_cache_dtype yet: int8"):
+        footprint_of(llama, coded)
+
+
+def test_pages_that_each_rank_has_a_copy_of_take_the_memory_of_all_copies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pages_of(choices: Choices) -> int:
+        fit = footprint_of(folder, choices)
+        monkeypatch.setattr(footprint, "available_bytes", lambda: fit.weight_bytes + 100 * fit.page_bytes)
+        return footprint_of(folder, choices).num_pages
+
+    found = [pages_of(Choices(rank_memory=of, degrees=Degrees(4, 1))) for of in ("shared", "own")]
+    assert found == [100, 50], "two ranks have the same KV head"
 
 
 def test_of_ranks_on_several_machines_is_said_what_each_machine_holds(

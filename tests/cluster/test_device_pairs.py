@@ -26,7 +26,11 @@ pytestmark = pytest.mark.slow
         ("llama3", LAYERS, [ONE], [TWO]),
         pytest.param("llama3", LAYERS, [ON_CPU, ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
         pytest.param("llama3", LAYERS, [TWO], [ON_CPU], marks=pytest.mark.long),
-        pytest.param("gpt-oss", WINDOWS, [ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
+        *[
+            pytest.param(family, shape, [source], [target], marks=pytest.mark.long)
+            for family, shape in (("gpt-oss", WINDOWS), ("deepseek-v3", LAYERS))
+            for source, target in ((ONE, TWO), (TWO, ONE), (TWO, TWO))
+        ],
     ],
 )
 def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cpus(
@@ -77,7 +81,9 @@ def test_a_running_answer_moves_between_workers_of_one_and_of_two_ranks_with_dev
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "shape"), [("llama3", {"num_hidden_layers": 1}), ("gpt-oss", WINDOWS)])
+@pytest.mark.parametrize(
+    ("family", "shape"), [("llama3", {"num_hidden_layers": 1}), ("gpt-oss", WINDOWS), ("deepseek-v3", LAYERS)]
+)
 def test_what_ranks_with_devices_hold_of_an_answer_is_fetched_for_the_next_turn(
     family: str, shape: Mapping[str, object], tmp_path: Path
 ) -> None:

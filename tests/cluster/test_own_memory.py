@@ -1,6 +1,6 @@
 """Workers whose ranks have memory of their own hand off to workers of other degrees, as one rank with all would."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ import psutil
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
 from looking import until
-from model_zoo import assert_right, first_disagreement, load_oracle, prompt, write_model
+from model_zoo import UNEVEN, assert_right, first_disagreement, load_oracle, prompt, write_model
 from transformers import PreTrainedModel
 
 OWN = (
@@ -38,28 +38,30 @@ class Copied:
     name: str
     num_tokens: int
     num_pages: int  # that a hand-off of the prompt sends
-    num_layers: int
-    num_heads: int
-    head_dim: int
+    shape: Mapping[str, object]
     flags: tuple[str, ...]
     family: str = "llama3"
 
     def model(self, folder: Path) -> Path:
-        shape = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_heads}
-        layers = {"num_hidden_layers": self.num_layers, "head_dim": self.head_dim}
-        return write_model(self.family, folder / "model", **layers, **shape)
+        return write_model(self.family, folder / "model", **self.shape)
+
+
+def heads(num_heads: int, head_dim: int, num_layers: int) -> Mapping[str, object]:
+    alike = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    return {**alike, "head_dim": head_dim, "num_hidden_layers": num_layers}
 
 
 # The KV, 31 MiB, is more than the sockets between two workers hold.
-ON_CPUS = Copied("CPUs", 2000, 125, 2, 8, 128, ("--prefill-tp", "2", "--decode-pp", "2"))
+ON_CPUS = Copied("CPUs", 2000, 125, heads(8, 128, 2), ("--prefill-tp", "2", "--decode-pp", "2"))
+TWO_AND_TWO = ("--prefill-tp", "2", "--decode-tp", "2")
 # Of 80 tokens each in the layer that sees all, and of 16 in five layers with a window of 96 tokens.
-WINDOWS = Copied("windows", 2400, 30 + 6, 6, 8, 128, ("--prefill-tp", "2", "--decode-tp", "2"), "gemma3")
+WINDOWS = Copied("windows", 2400, 30 + 6, heads(8, 128, 6), TWO_AND_TWO, "gemma3")
+LATENTS = Copied("latents", 2000, 125, {"kv_lora_rank": 504, "num_hidden_layers": 8}, TWO_AND_TWO, "deepseek-v3")
 # Small, since Triton's interpreter computes it. The receiver acknowledges no byte meanwhile.
-ON_DEVICES = Copied(
-    "devices", 48, 3, 1, 4, 32, ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
-)
+OF_TRITON = ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
+ON_DEVICES = Copied("devices", 48, 3, heads(4, 32, 1), OF_TRITON)
 Writing = tuple[grpc.Call, Answer, str]
-EACH = pytest.mark.parametrize("copied", [ON_CPUS, WINDOWS, ON_DEVICES], ids=lambda copied: copied.name)
+EACH = pytest.mark.parametrize("copied", [ON_CPUS, WINDOWS, LATENTS, ON_DEVICES], ids=lambda copied: copied.name)
 
 pytestmark = pytest.mark.slow
 
@@ -147,12 +149,19 @@ def assert_hands_off(
         pytest.param("gemma3", "1", "2", marks=pytest.mark.long),
         pytest.param("gemma3", "2", "1", marks=pytest.mark.long),
         pytest.param("gemma3", "2", "2", marks=pytest.mark.long),
+        pytest.param("gemma3", "4", "1", marks=pytest.mark.long),  # of two KV heads
+        ("deepseek-v3", "2", "2"),
+        pytest.param("deepseek-v3", "1", "2", marks=pytest.mark.long),
+        pytest.param("deepseek-v3", "2", "1", marks=pytest.mark.long),
+        pytest.param("llama3", "4", "2", marks=pytest.mark.long),
+        pytest.param("llama3", "1", "4", marks=pytest.mark.long),
     ],
 )
-def test_ranks_of_models_with_windows_answer_as_transformers_does_beyond_the_window_and_behind_a_prefix(
+def test_ranks_answer_as_transformers_does_beyond_windows_and_with_copies_of_latent_rows_or_heads(
     family: str, prefill: str, decode: str, tmp_path: Path
 ) -> None:
-    model, sizes = write_model(family, tmp_path / "model"), ("--prefill-tp", prefill, "--decode-tp", decode)
+    shape = UNEVEN if family == "gemma3" else {}
+    model, sizes = write_model(family, tmp_path / "model", **shape), ("--prefill-tp", prefill, "--decode-tp", decode)
     assert_hands_off(model, load_oracle(model), (*sizes, *OWN), (40, 300), tmp_path)
 
 
@@ -289,6 +298,10 @@ def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_ranks_with
 
 
 @pytest.mark.long
-def test_a_running_answer_of_a_model_with_windows_moves_between_workers_of_one_and_of_two_ranks(tmp_path: Path) -> None:
-    own = {"decode-1": {"tensor_parallel_size": 2}}
-    moving.assert_an_answer_moves(tmp_path, own, "gemma3", rank_memory="own")
+@pytest.mark.parametrize("family", ["gemma3", "deepseek-v3"])
+def test_a_running_answer_with_windows_or_latent_rows_moves_between_workers_of_one_and_of_two_ranks(
+    family: str, tmp_path: Path
+) -> None:
+    own, shape = {"decode-1": {"tensor_parallel_size": 2}}, {**moving.MODEL_SHAPE, "num_key_value_heads": 8}
+    model = write_model(family, tmp_path / "model", **shape)
+    moving.assert_an_answer_moves(tmp_path, own, model, rank_memory="own")

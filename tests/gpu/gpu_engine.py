@@ -88,6 +88,14 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "num_key_value_heads": 4,
         "sliding_window": 24,
     },
+    "gemma3, pages of windows": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 32,
+    },
     "deepseek-v3, 16 heads": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "num_attention_heads": 16,

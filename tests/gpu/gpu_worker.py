@@ -39,11 +39,11 @@ from safetensors.torch import save_file
 
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.protocol.page_tables import Pages
-from pdserve.protocol.paging import Paging
 
 if TYPE_CHECKING:
     from pdserve.executor.executor import Executor
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pdserve.kvtransfer.ranked_mover import AnyMover
     from pdserve.settings.config import WorkerConfig
 
-FAMILY = "llama 9/3"
+NAMES = ("llama 9/3", "gemma3, pages of windows", "deepseek-v3, 16 heads")  # heads, groups of layers, copies of rows
 NUM_RANKS = 2
 STEP_S, COPY_S = 120.0, 60.0
 NEEDED = ("msgspec", "prometheus_client", "psutil", "pydantic", "tokenizers", "xxhash")
@@ -65,23 +65,24 @@ def cases(device: Device) -> Iterator[Case]:
     elif not device.is_dry and (count := torch.cuda.device_count()) < NUM_RANKS:
         note = f"skipped: {NUM_RANKS} ranks need a GPU each, and {count} is here"
     else:
-        yield "worker of ranks", partial(_rows, device)
+        for family in device.sized(NAMES, NAMES[-1:]):
+            yield f"worker of ranks, {family}", partial(_rows, device, family)
         return
     yield "worker of ranks", lambda: [Row("worker of ranks", note=note)]
 
 
-def _rows(device: Device) -> Iterator[Row]:
+def _rows(device: Device, family: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        _write_model(Path(folder))
+        _write_model(Path(folder), family)
         config, alone = (_config(device, Path(folder), num_ranks) for num_ranks in (NUM_RANKS, 1))
         with _executor(config) as ours, _executor(alone) as theirs:
-            yield _tokens_agree(device, ours)
-            yield from _pages_arrive((config, alone), (ours, theirs))
+            yield _tokens_agree(device, family, ours)
+            yield from _pages_arrive(family, (config, alone), (ours, theirs))
 
 
-def _write_model(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({**SHAPE, **FAMILIES[FAMILY]}))
-    weights = read_all(small_weights(small_config(FAMILY)))
+def _write_model(folder: Path, family: str) -> None:
+    (folder / "config.json").write_text(json.dumps({**SHAPE, **FAMILIES[family]}))
+    weights = read_all(small_weights(small_config(family)))
     save_file({name: values.contiguous() for name, values in weights.items()}, folder / "model.safetensors")
 
 
@@ -120,22 +121,19 @@ class _Started:
         return self._steps.popleft().result(STEP_S)
 
 
-def _tokens_agree(device: Device, executor: "Executor") -> Row:
+def _tokens_agree(device: Device, family: str, executor: "Executor") -> Row:
     lens, num_tokens = device.sized((PROMPT_LENS, NUM_TOKENS), (DRY_LENS, DRY_TOKENS))
-    plain = OneByOne(Runner(small_model(FAMILY, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE))
-    theirs = drive(plain, _scheduler(), mixed_sequences(lens, num_tokens), 1)
-    ours = drive(_Started(executor), _scheduler(), mixed_sequences(lens, num_tokens), 2)
+    plain = Runner(small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
+    schedulers = [Scheduler(KvCache(CHECK_PAGES, paging_of(plain.groups), None), CHECK_LIMITS) for _ in range(2)]
+    theirs = drive(OneByOne(plain), schedulers[0], mixed_sequences(lens, num_tokens), 1)
+    ours = drive(_Started(executor), schedulers[1], mixed_sequences(lens, num_tokens), 2)
     wrong = [order for order in range(len(lens)) if ours.texts[order] != theirs.texts[order]]
     note = f"sequences {wrong} differ" if wrong else f"{len(lens)} sequences of {num_tokens} tokens agree"
-    return Row(f"{FAMILY}, a worker of 2 ranks", {"ms a token": ours.tpot_ms}, note, failed=bool(wrong))
-
-
-def _scheduler() -> Scheduler:
-    return Scheduler(KvCache(CHECK_PAGES, Paging.of(CHECK_PAGE_SIZE), None), CHECK_LIMITS)
+    return Row(f"{family}, a worker of 2 ranks", {"ms a token": ours.tpot_ms}, note, failed=bool(wrong))
 
 
 def _pages_arrive(
-    configs: "tuple[WorkerConfig, WorkerConfig]", executors: "tuple[Executor, Executor]"
+    family: str, configs: "tuple[WorkerConfig, WorkerConfig]", executors: "tuple[Executor, Executor]"
 ) -> Iterator[Row]:
     """Copy pages of the texts from the ranks to the one, and from there to others of the ranks; compare digests.
 
@@ -161,7 +159,7 @@ def _pages_arrive(
             digests, lost = (digests, lost) if lost else _copied(reach, pages, blank, [stopped] * num_parts)
             wrong = lost or was_there or movers[target].first_mismatch(blank, digests) is not None
             note = f"8 pages from {num_parts} ranks: {'differ' if wrong else 'arrived'} {lost}"
-            yield Row(f"pages, {num_parts} -> {3 - num_parts} ranks", note=note, failed=bool(wrong))
+            yield Row(f"{family}: pages, {num_parts} -> {3 - num_parts} ranks", note=note, failed=bool(wrong))
 
 
 def _copied(

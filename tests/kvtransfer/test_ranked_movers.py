@@ -34,6 +34,8 @@ PAIRS = [
     ("two stages", "three ranks"),
 ]
 PAIRS += [("four ranks", "three ranks"), ("three stages", "stages of ranks")]
+PAIRS += [("one rank", "two copies"), ("three copies", "one rank"), ("three copies", "two copies")]
+PAIRS += [("copies of heads", "two ranks"), ("two stages", "copies of heads")]
 
 DESCRIPTION = Description(0, 2, 64, 0, 1, b"")
 

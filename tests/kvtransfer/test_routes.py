@@ -5,7 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from divided_pages import HEADS, LAYERS, RUN_BYTES, WAYS_TO_DIVIDE, WHOLE, Divided, by_heads, by_layers, random_pages
+from divided_pages import (
+    HEADS,
+    LAYERS,
+    RUN_BYTES,
+    WAYS_TO_DIVIDE,
+    WHOLE,
+    Divided,
+    by_heads,
+    by_layers,
+    copies,
+    random_pages,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import rows_of
@@ -40,7 +51,18 @@ def test_each_byte_of_each_page_is_written_once_and_to_its_place(source: str, ta
                 there[:] = here
                 num_bytes += len(here)
     assert np.array_equal(theirs.whole(), wanted)
-    assert num_bytes == len(SRC) * WHOLE.num_runs * RUN_BYTES, "a byte was written twice"
+    assert num_bytes == len(SRC) * WHOLE.num_runs * RUN_BYTES * theirs.num_copies, "a byte was written twice"
+
+
+@pytest.mark.parametrize("num_copies", [2, 3])
+def test_ranks_that_hold_the_same_send_an_even_part_of_it_each_in_one_row(num_copies: int) -> None:
+    latent = Share((0, 61), (0, 1))
+    ranks, target = copies(num_copies, (latent,)), copies(2, (latent,))
+    for share in ranks:
+        ways = [route for _, route in routes(share, target, RUN_BYTES)]
+        assert len(ways) == len(target)
+        assert {(way.source.count, way.target.count) for way in ways} == {(1, 1)}
+        assert {way.page_bytes for way in ways} <= {61 // num_copies * RUN_BYTES, (61 // num_copies + 1) * RUN_BYTES}
 
 
 def test_neighbouring_heads_go_in_one_row_where_no_layers_are_parted() -> None:
@@ -56,11 +78,14 @@ def test_a_page_has_the_same_digest_however_it_is_divided(divided: str) -> None:
     pages = random_pages(6)
     parts = Divided.of(pages, WAYS_TO_DIVIDE[divided])
     whole = Region.of_rank(pages, WHOLE, WHOLE)
-    digests = of_parts([region.digests(PAGES) for region in parts.regions])
+    digests = of_parts([region.digests_of_sent(PAGES) for region in parts.regions])
     assert digests == whole.digests(PAGES)
+    for copy in range(parts.num_copies):
+        of_copy = [region for region in parts.regions if region.share is not None and region.share.copy == copy]
+        assert of_parts([region.digests(PAGES) for region in of_copy]) == digests
     parts.parts[-1][3, -1] ^= 1
-    assert of_parts([region.digests(PAGES) for region in parts.regions])[:2] == digests[:2]
-    assert of_parts([region.digests(PAGES) for region in parts.regions])[2] != digests[2]
+    assert of_parts([region.digests_of_sent(PAGES) for region in parts.regions])[:2] == digests[:2]
+    assert of_parts([region.digests_of_sent(PAGES) for region in parts.regions])[2] != digests[2]
 
 
 def test_runs_that_change_places_change_the_digest_of_their_page() -> None:
@@ -77,6 +102,10 @@ def test_ranks_that_hold_each_layer_and_head_once_are_a_worker(divided: str) -> 
     shares = WAYS_TO_DIVIDE[divided]
     assert whole_of(shares) == WHOLE
     check_shares(shares, WHOLE)
+    if shares[0].num_copies > 1:
+        for wrong in (shares[:-1], (*shares, shares[0]), tuple([replace(each, num_copies=5) for each in shares])):
+            with pytest.raises(ProtocolError, match="or once in each copy"):
+                check_shares(wrong, WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +126,14 @@ def test_ranks_that_hold_something_twice_or_lack_it_are_refused(shares: tuple[Sh
 
 
 def test_what_ranks_describe_is_read_as_it_was_written() -> None:
-    ranks = tuple([(share, DESCRIPTION) for share in by_heads(3)])
+    ranks = tuple([(share, DESCRIPTION) for share in copies(2, by_heads(3))])
     assert decode_ranks(encode_ranks(ranks)) == ranks
 
 
 @given(st.binary(max_size=200), st.booleans())
 def test_whatever_bytes_describe_ranks_they_are_read_or_refused(data: bytes, begins_well: bool) -> None:
     with suppress(ProtocolError):
-        ranks = decode_ranks(b"PDKR\0\2\0\2" + data if begins_well else data)
+        ranks = decode_ranks(b"PDKR\0\3\0\2" + data if begins_well else data)
         check_shares([share for share, _ in ranks], WHOLE)
 
 

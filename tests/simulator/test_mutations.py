@@ -95,6 +95,8 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "follow_a_role_of_a_smaller_epoch": 3,
     "leave_out_the_last_rank_of_a_receiver": 24,
     "take_digests_by_the_place_of_runs_on_their_rank": 24,
+    "let_each_rank_send_and_count_all_that_others_hold_as_well": 88,
+    "let_nobody_send_the_part_of_the_last_copy": 88,
     "take_the_end_of_the_first_rank_for_that_of_all": 10,
 }
 

@@ -1,6 +1,6 @@
 """Pages that are divided between ranks with memory of their own: by heads, by layers, or not at all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +25,11 @@ def by_layers(num_stages: int) -> tuple[Share, ...]:
     return (stages[-1], *stages[:-1])
 
 
+def copies(num_copies: int, of: tuple[Share, ...] = (WHOLE,)) -> tuple[Share, ...]:
+    """Give each part to several ranks, as where there are more ranks than heads."""
+    return tuple([replace(share, copy=copy, num_copies=num_copies) for share in of for copy in range(num_copies)])
+
+
 BOTH = tuple([Share(layers, heads) for layers in ((0, 1), (1, 4)) for heads in ((0, 4), (4, 6))])
 WAYS_TO_DIVIDE = {
     "one rank": by_heads(1),
@@ -34,6 +39,9 @@ WAYS_TO_DIVIDE = {
     "two stages": by_layers(2),
     "three stages": by_layers(3),
     "stages of ranks": BOTH,
+    "two copies": copies(2),
+    "three copies": copies(3),  # of four layers
+    "copies of heads": copies(2, by_heads(3)),
 }
 
 
@@ -56,12 +64,17 @@ class Divided:
         return tuple([Region.of_rank(part, share, WHOLE) for share, part in zip(self.shares, self.parts, strict=True)])
 
     def whole(self) -> ByteRows:
-        """Put the parts together again."""
-        pages = np.zeros((len(self.parts[0]), HEADS, LAYERS, RUN_BYTES), np.uint8)
+        """Put the parts together again; all copies have to be alike."""
+        pages = [np.zeros((len(self.parts[0]), HEADS, LAYERS, RUN_BYTES), np.uint8) for _ in range(self.num_copies)]
         for share, part in zip(self.shares, self.parts, strict=True):
             shape = (len(part), share.num_heads, share.num_layers, RUN_BYTES)
-            pages[:, slice(*share.heads), slice(*share.layers)] = part.reshape(shape)
-        return pages.reshape(len(pages), -1)
+            pages[share.copy][:, slice(*share.heads), slice(*share.layers)] = part.reshape(shape)
+        assert all(np.array_equal(copy, pages[0]) for copy in pages)
+        return pages[0].reshape(len(pages[0]), -1)
+
+    @property
+    def num_copies(self) -> int:
+        return self.shares[0].num_copies
 
 
 def random_pages(num_pages: int, seed: int = 1) -> ByteRows:

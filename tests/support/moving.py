@@ -115,10 +115,10 @@ def long_answer(seed: object, num_tokens: int = LONG) -> tuple[list[int], infere
 
 
 def assert_an_answer_moves(
-    folder: Path, own_flags: dict[str, dict[str, object]], family: str = "llama3", **flags: object
+    folder: Path, own_flags: dict[str, dict[str, object]], model: Path | None = None, **flags: object
 ) -> None:
     """Move a running answer between decode workers with flags of their own; it is transformers' to its end."""
-    model = write_model(family, folder / "model", **MODEL_SHAPE)
+    model = model or write_model("llama3", folder / "model", **MODEL_SHAPE)
     with wired_cluster(folder, model, POOLS, {**WORKER_FLAGS, **flags}, own_flags=own_flags) as cluster:
         cluster.introduce()
         introduce(cluster)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
-from breaking import Original, breaks
+from breaking import Original, breaks, mutation
 
 from faultsim import cluster, ranks
 from pdserve.kvtransfer.doors import CopyStopped
@@ -51,6 +52,25 @@ def leave_out_the_last_rank_of_a_receiver(
 @breaks(Share, "run_numbers")
 def take_digests_by_the_place_of_runs_on_their_rank(original: Original, self: Share, whole: Share) -> tuple[int, ...]:
     return tuple(range(self.num_runs))
+
+
+@mutation
+def let_each_rank_send_and_count_all_that_others_hold_as_well() -> Iterator[object]:
+    with patch.object(Share, "sent", property(lambda self: self)):
+        yield
+
+
+@mutation
+def let_nobody_send_the_part_of_the_last_copy() -> Iterator[object]:
+    sent = vars(Share)["sent"].fget
+
+    def of(self: Share) -> Share:
+        part: Share = sent(self)
+        is_last = self.copy > 0 and self.copy == self.num_copies - 1
+        return replace(part, layers=(part.layers[0],) * 2) if is_last else part
+
+    with patch.object(Share, "sent", property(of)):
+        yield
 
 
 @breaks(cluster, "proved_after_s")

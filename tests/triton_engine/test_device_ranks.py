@@ -88,6 +88,7 @@ def tokens_of(result: StepResult) -> list[list[int]]:
         ("llama3", NINE_HEADS),  # one KV head, and two; 255 tokens, and 256
         pytest.param("gpt-oss", {"num_hidden_layers": 2, "sliding_window": 24}, marks=pytest.mark.long),
         pytest.param("gemma3", WINDOWS, marks=pytest.mark.long),
+        pytest.param("deepseek-v3", {"num_hidden_layers": 2}, marks=pytest.mark.long),
         pytest.param("qwen3-moe", {}, marks=pytest.mark.long),
         pytest.param("llama3", {}, marks=pytest.mark.long),
         pytest.param("qwen2", {}, marks=pytest.mark.long),
@@ -308,8 +309,7 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
     ("family", "settings", "problem"),
     [
         ("lfm2", {}, "with layers with a state|with states|layers with a state"),
-        ("deepseek-v2", {}, "rank_memory: own is not served for a model with latent rows"),
-        ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),
+        ("deepseek-v2", {"tensor_parallel_size": 4}, "4 ranks that hold the same 3 runs of a page"),
         ("llama3", {"quantization": "int8"}, "quantization: int8 is not served by 2 ranks on interpreter yet"),
         ("llama3", {"quantized_inputs": 8}, "quantized_inputs: 8: no product of these weights rounds its inputs"),
     ],

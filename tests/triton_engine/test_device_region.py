@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference_kernels as reference
 import torch
-from divided_pages import WHOLE, Divided, by_heads, by_layers, random_pages
+from divided_pages import HEADS, WHOLE, Divided, by_heads, by_layers, copies, random_pages
 from loopback import loopback_mover
 
 from pdserve.base.errors import InvariantError
@@ -57,6 +57,17 @@ def test_digests_of_the_parts_of_ranks_add_up_to_that_of_the_whole_page(num_rank
     found = of_parts([region.digests(SRC) for region in regions])
     assert found == device_region(torch.from_numpy(pages)).digests(SRC)
     assert [region.share for region in regions] == list(divided.shares)
+
+
+@pytest.mark.parametrize("num_copies", [2, 3])
+def test_ranks_that_hold_the_same_send_parts_whose_digests_add_up(num_copies: int) -> None:
+    pages, shares = random_pages(12), copies(num_copies, by_heads(HEADS))
+    parts = zip(Divided.of(pages, shares).parts, shares, strict=True)
+    regions = [device_region(torch.from_numpy(part), share, WHOLE) for part, share in parts]
+    wanted = device_region(torch.from_numpy(pages)).digests(SRC)
+    assert of_parts([region.digests_of_sent(SRC) for region in regions]) == wanted
+    for copy in range(num_copies):
+        assert of_parts([region.digests(SRC) for region in regions[copy::num_copies]]) == wanted
 
 
 def test_stages_are_refused_whose_runs_do_not_follow_one_another_in_a_page() -> None:

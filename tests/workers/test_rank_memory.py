@@ -60,8 +60,8 @@ def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
     [
         ("gemma3", {"pipeline_parallel_size": 2}, "2 pipeline stages of a model with layers in several groups"),
         ("lfm2", {}, "a model with states"),
-        ("deepseek-v2", {}, "a model with latent rows"),
-        ("llama3", {"tensor_parallel_size": 4}, "4 ranks of 2 KV heads"),
+        ("llama4", {}, "a model with attention that torch computes"),
+        ("deepseek-v2", {"tensor_parallel_size": 4}, "4 ranks that hold the same 3 runs of a page"),
     ],
 )
 def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
@@ -80,6 +80,12 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
         ("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
         ("llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
         ("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))]),  # K and V of its layer that sees all tokens
+        ("deepseek-v3", TWO, [Share((0, 3), (0, 1), copy, 2) for copy in (0, 1)]),
+        (
+            "llama3",
+            {"tensor_parallel_size": 4},
+            [Share((0, 3), head, copy, 2) for head in ((0, 1), (1, 2)) for copy in (0, 1)],
+        ),
     ],
 )
 def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
@@ -95,7 +101,7 @@ def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
     engine.executor.close()
     assert [share for share, _ in described] == shares
     assert {each.num_pages for _, each in described} == {64}
-    assert sum(each.page_bytes for _, each in described) == engine.layout.page_bytes
+    assert sum(each.page_bytes for _, each in described) == shares[0].num_copies * engine.layout.page_bytes
     assert engine.layout.page_digest == "xxh3_runs"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from engine_runs import Asked, answers, engine_of, worker_config
-from model_zoo import prompt, write_model
+from model_zoo import UNEVEN, prompt, write_model
 from rank_pages import ranks
 
 from pdserve.protocol.sampling import SamplingParams
@@ -16,12 +16,25 @@ ASKED: list[Asked] = [(prompt(250, 1), GREEDY), (prompt(5, 2), TWO), (prompt(100
 AGAIN: list[Asked] = [([*prompt(250, 1), 7, 8], GREEDY)]  # behind pages that are cached
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
-def test_ranks_with_memory_of_their_own_draw_the_tokens_of_one_rank_that_has_all(family: str, tmp_path: Path) -> None:
-    folder, found = write_model(family, tmp_path), []
-    for settings in ({}, {"rank_memory": "own"}, {"rank_memory": "own", "tensor_parallel_size": 2}):
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("gemma3", 2),
+        ("gpt-oss", 2),
+        ("deepseek-v3", 2),
+        ("llama3", 4),  # of two KV heads
+        pytest.param("gemma3", 4, marks=pytest.mark.long),
+        pytest.param("deepseek-v2", 2, marks=pytest.mark.long),
+        pytest.param("glm4-lite", 2, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_with_memory_of_their_own_draw_the_tokens_of_one_rank_that_has_all(
+    family: str, size: int, tmp_path: Path
+) -> None:
+    folder, found = write_model(family, tmp_path, **(UNEVEN if family == "gemma3" else {})), []
+    for settings in ({}, {"rank_memory": "own"}, {"rank_memory": "own", "tensor_parallel_size": size}):
         with engine_of(worker_config(folder, **{**SIZES, **settings})) as engine:
-            assert len(ranks()) == ("tensor_parallel_size" in settings)
+            assert len(ranks()) == int(str(settings.get("tensor_parallel_size", 1))) - 1
             first, second = answers(engine, ASKED, 1), answers(engine, AGAIN, 1)
             assert second.num_cached >= 192
             found.append((first.texts, second.texts))

@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec
 
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
-from faultsim.ranks import Piece, digest, pieces
+from faultsim.ranks import Piece, digest_of_sent, pieces
 from faultsim.world import Process
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import doors
@@ -214,7 +214,7 @@ class Mover:
             broken = [(where, bytes((first[0] ^ 1, *first[1:]))) for where, first in islice(landed, 1)]
             landed = chain(broken, landed)
         target.write(op.dst[place], op.key, landed)
-        op.digests.append(digest(content, [self._share]))
+        op.digests.append(digest_of_sent(content, self._share))
         if len(op.digests) < len(op.src):
             self.site("mid_copy", self._owner)
         self._end_slice(op)

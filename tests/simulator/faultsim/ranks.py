@@ -15,7 +15,9 @@ ONE_RANK = (WHOLE,)
 BY_HEADS = (Share((0, LAYERS), (0, 1)), Share((0, LAYERS), (1, 4)))
 BY_LAYERS = (Share((1, 2), (0, HEADS)), Share((0, 1), (0, HEADS)))  # the first rank is the last stage
 BY_EACH_HEAD = tuple([Share((0, LAYERS), (head, head + 1)) for head in range(HEADS)])
-DIVIDED = (ONE_RANK, BY_HEADS, BY_LAYERS, BY_EACH_HEAD)
+COPIES = tuple([Share((0, LAYERS), (0, HEADS), copy, 2) for copy in range(2)])
+COPIES_BY_HEADS = tuple([Share((0, LAYERS), heads, copy, 2) for heads in ((0, 3), (3, 4)) for copy in range(2)])
+DIVIDED = (ONE_RANK, BY_HEADS, BY_LAYERS, BY_EACH_HEAD, COPIES, COPIES_BY_HEADS)
 
 Piece = tuple[int, bytes]  # where in a page it goes, and what it is
 
@@ -40,8 +42,13 @@ def _runs(rows: Rows, share: Share) -> list[int]:
 
 
 def digest(content: bytes, shares: Sequence[Share]) -> int:
-    """Return the digest of what some ranks have of a page."""
-    return of_parts([(_of_rank(content, share),) for share in shares])[0]
+    """Return the digest of what some ranks have of a page; of several copies, each of which lies here, that of one."""
+    return of_parts([(_of_rank(content, share),) for share in shares if share.copy == 0])[0]
+
+
+def digest_of_sent(content: bytes, share: Share) -> int:
+    """Return the digest of what a rank sends of a page."""
+    return _of_rank(content, share.sent)
 
 
 def _of_rank(content: bytes, share: Share) -> int:
