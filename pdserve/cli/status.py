@@ -4,11 +4,14 @@ import json
 
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from pdserve.cli.stream import naming, plain
 from pdserve.measure.client import Access, connect
-from pdserve.measure.tables import Column, Sheet, output
+from pdserve.measure.tables import output
 from pdserve.net.operator_client import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -19,13 +22,10 @@ from pdserve.protocol.link import ROLES
 SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CALL_TIMEOUT_S = 10.0
 MAX_PAIRS = 8  # shown: the slowest
-COLUMNS = (
-    Column("worker", is_text=True),
-    Column("role", is_text=True),
-    Column("state", is_text=True, wraps=True),
-    Column("pages", "free / cached, which are free too / held / granted / quarantined"),
-    Column("sequences", "running / waiting"),
-    Column("requests", "of this router"),
+TEXTS, NUMBERS = ("worker", "role", "state"), ("pages", "sequences", "requests")  # columns
+LEGEND = (
+    "pages: free / cached, which are free too / held / granted / quarantined; sequences: running / waiting; "
+    "requests: of this router"
 )
 
 
@@ -50,9 +50,11 @@ async def _follow(client: AdminClient, *, as_json: bool) -> None:
             live.update(render(status), refresh=True)
 
 
-def render(status: admin.ClusterStatus) -> Sheet:
+def render(status: admin.ClusterStatus) -> Group:
     """Return the state as a table: one row a worker, pages and sequences in columns, requests below."""
-    rows = []
+    table = Table(box=None, pad_edge=False)
+    for name in (*TEXTS, *NUMBERS):
+        table.add_column(name, justify="left" if name in TEXTS else "right", overflow="fold")
     for worker in status.workers:
         load = worker.load
         pages = load.pages_free, load.pages_cached, load.pages_held, load.pages_granted, load.pages_quarantined
@@ -60,7 +62,7 @@ def render(status: admin.ClusterStatus) -> Sheet:
         role = str(ROLES.get(worker.registration.role, "?"))
         if worker.registration.role_epoch:
             role += f" (epoch {worker.registration.role_epoch})"
-        rows.append((worker.registration.worker_id, role, _state(worker), *numbers))
+        table.add_row(*map(Text, (worker.registration.worker_id, role, _state(worker), *numbers)))
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
     pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
@@ -73,7 +75,8 @@ def render(status: admin.ClusterStatus) -> Sheet:
         if registration.kv_events_endpoint
     ]
     title = f"{status.model} on {status.router_id}"
-    return Sheet(title, COLUMNS, rows, (f"{requests}; placed again: {status.num_replaced}", *lines))
+    shown = map(Text, (f"{requests}; placed again: {status.num_replaced}", *lines))
+    return Group(Text(title), table, Text(LEGEND, style="dim"), *shown)
 
 
 def _pair(prefill: str, pair: link.PairMeasured) -> str:
