@@ -12,7 +12,7 @@ from pdserve.base.clock import VirtualClock
 from pdserve.base.collector import garbage_left
 from pdserve.base.ids import AttemptKey, Peer, RequestId
 from pdserve.base.roles import Role
-from pdserve.capacity.leaping import END
+from pdserve.capacity.answers import END
 from pdserve.capacity.wires import (
     LEDGER_ONLY,
     Delta,
@@ -270,7 +270,7 @@ class SimCluster:
         worker, registration = self.builder.build(self.clock, name, link, role, self._lengths.__getitem__)
         worker.cluster = self
         if self._moves:
-            worker.step_singly()
+            worker.reports = True
         self._workers[link] = worker
         for router in self._routers.values():
             self._post(router, registration)

@@ -82,7 +82,7 @@ class Fleet(SimCluster):
             return
         self._enter(replace(member, state=State.DRAINING, since_s=self.clock.now_s()))
         worker = self._worker(name)
-        worker.step_singly()
+        worker.reports = True
         worker.on_drained = self._leave
         self._tell(router_events.DrainAsked(worker.link))
 
@@ -98,9 +98,7 @@ class Fleet(SimCluster):
         if why := self.router.workers.role_refusal(view, role, force=False):
             raise ActuatorError(why)
         if role is Role.PREFILL:
-            worker.step_singly()  # what it decodes moves
-        else:
-            worker.scheduler.leaps = True
+            worker.reports = True  # what it decodes moves
         self._tell(router_events.RoleAsked(worker.link, role, view.registration.role_epoch + 1))
 
     def slow_down(self, factor: float) -> None:

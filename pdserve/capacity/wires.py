@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import Peer
 from pdserve.base.values import value
-from pdserve.capacity.leaping import OTHER
+from pdserve.capacity.answers import OTHER
 from pdserve.capacity.worker import Reported, SimWorker
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence

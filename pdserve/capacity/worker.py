@@ -1,22 +1,19 @@
-"""A worker under virtual time: its own core and turns, and a profile in place of an engine.
-
-Steps that only decode, until a sequence ends or another comes, are done in one leap.
-"""
+"""A worker under virtual time: its own core and turns, and a profile in place of an engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf
 from typing import TYPE_CHECKING
 
 from pdserve.base.clock import VirtualClock
 from pdserve.base.ids import PROTOCOL_VERSION, Attempt, Incarnation, Peer, RequestId, WorkerId
 from pdserve.base.roles import POOLS, Role
-from pdserve.capacity.leaping import Leap, LeapingScheduler
+from pdserve.capacity.answers import AnswerScheduler
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.measure.workload import Workload
-from pdserve.perfmodel.curve import Step, StepCosts, TimedStep
+from pdserve.perfmodel.curve import StepCosts, TimedStep
 from pdserve.perfmodel.profile import Profile
 from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.prefix_hash import PrefixHasher
@@ -46,7 +43,7 @@ class Shape:
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
     routers: int = 1  # that place requests, in turn, each on its own
     fetches: bool = True  # whether workers fetch cached pages from each other
-    moves: bool = False  # whether answers leave workers that run out of pages; steps are then simulated one by one
+    moves: bool = False  # whether answers leave workers that run out of pages
 
     def tp_of(self, role: Role) -> int:
         """Return the devices of a worker of a role."""
@@ -73,7 +70,7 @@ class SimWorker:
         clock: VirtualClock,
         name: tuple[Peer, LinkId],
         core: WorkerCore,
-        scheduler: LeapingScheduler,
+        scheduler: AnswerScheduler,
         costs: StepCosts,
     ) -> None:
         self.peer, self.link = name
@@ -93,8 +90,7 @@ class SimWorker:
         self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
         self._due_s = inf  # when the core asked to be woken
-        self._leap: _TimedLeap | None = None
-        self._ended: TimedStep | None = None  # each of the steps that have ended last
+        self._ended: TimedStep | None = None  # the step that has ended last
 
     def offer(self, event: Event) -> None:
         """Hand an event to the core, at this moment."""
@@ -103,15 +99,9 @@ class SimWorker:
             self._is_waiting = True
             self._clock.soon(self._turn)
 
-    def step_singly(self) -> None:
-        """Do one step at a time from the next one on, and report to routers as workers do."""
-        self.scheduler.leaps, self.reports = False, True
-        self._cut()
-
     def slow_down(self, factor: float) -> None:
         """Let steps from the next one on take so many times as long as the profile says."""
         self._costs = self._usual_costs.scaled(factor)
-        self._cut()
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         if self.cluster is not None and (commands or step):
@@ -123,13 +113,6 @@ class SimWorker:
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         if self.cluster is not None:
             self.cluster.refresh(self, at_once=at_once)
-
-    def _cut(self) -> None:
-        """End the leap under way with the step that runs."""
-        leap = self._leap
-        if leap is not None:
-            leap.plan.num_steps = leap.num_begun(self._clock.now_s())
-            self._arrange(leap)
 
     def _turn(self) -> None:
         self._is_waiting, now_s = False, self._clock.now_s()
@@ -146,80 +129,22 @@ class SimWorker:
             leave(self)
 
     def _take_in(self, now_s: float) -> None:
-        leap = self._leap
-        if leap is not None and (num_begun := leap.num_begun(now_s)) > leap.num_with_pages:
-            self.scheduler.take_pages(num_begun)
-            leap.num_with_pages = num_begun
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             self._turns.handle(event, now_s)
         self._turns.note(inbox, now_s)
-        if leap is not None and not self.scheduler.can_go_on(leap.plan.num_steps):
-            self._cut()
 
     def _begin(self, plan: StepPlan, now_s: float) -> None:
-        if isinstance(plan, Leap):
-            self._leap = _TimedLeap(plan, self._costs, now_s)
-            self._arrange(self._leap)
-        else:
-            work = work_of(plan)
-            elapsed_s = self._costs.seconds(work)
-            self._clock.at(now_s + elapsed_s, self._end, work, elapsed_s, 1)
+        work = work_of(plan)
+        elapsed_s = self._costs.seconds(work)
+        self._clock.at(now_s + elapsed_s, self._end, TimedStep(work, elapsed_s))
 
-    def _arrange(self, leap: "_TimedLeap") -> None:
-        """Let a leap end when its steps do. An end that was arranged before is not earlier, and comes to nothing."""
-        self._clock.at(leap.end_s, self._end_leap, leap)
-
-    def _end_leap(self, leap: "_TimedLeap") -> None:
-        if leap is self._leap:
-            self._leap = None
-            self._end(leap.middle, leap.end_s - leap.start_s, leap.plan.num_steps)
-
-    def _end(self, each: Step, elapsed_s: float, num_steps: int) -> None:
-        self.busy_s += elapsed_s
-        self.num_steps += num_steps
-        self._ended = TimedStep(each, elapsed_s / num_steps)
-        self._turns.end_step(StepResult((), elapsed_s), elapsed_s, self._clock.now_s())
+    def _end(self, step: TimedStep) -> None:
+        self.busy_s += step.elapsed_s
+        self.num_steps += 1
+        self._ended = step
+        self._turns.end_step(StepResult((), step.elapsed_s), step.elapsed_s, self._clock.now_s())
         self._turn()
-
-
-class _TimedLeap:
-    """A leap, and when each of its steps ends."""
-
-    def __init__(self, plan: Leap, costs: StepCosts, start_s: float) -> None:
-        curve = costs.decode_curve(plan.sequences)
-        self.plan = plan
-        self.start_s = start_s
-        self.num_with_pages = 0  # of its steps: their pages are taken
-        self._first_s = curve.seconds(plan.sequences, plan.kv_tokens)
-        self._rise_s = curve.context_s * plan.sequences  # each step reads one token a sequence more
-
-    @property
-    def end_s(self) -> float:
-        return self._after_s(self.plan.num_steps)
-
-    @property
-    def middle(self) -> Step:
-        """Return the step in the middle of them."""
-        sequences, kv_tokens = self.plan.sequences, self.plan.kv_tokens
-        return Step(sequences=sequences, kv_tokens=kv_tokens + sequences * (self.plan.num_steps // 2))
-
-    def _after_s(self, num_steps: int) -> float:
-        return self.start_s + num_steps * self._first_s + self._rise_s * num_steps * (num_steps - 1) / 2
-
-    def num_begun(self, now_s: float) -> int:
-        """Return how many steps have begun, the one that runs now included."""
-        elapsed_s, half_s = now_s - self.start_s, self._rise_s / 2
-        linear_s = self._first_s - half_s
-        if half_s > 0:
-            count = int((sqrt(linear_s * linear_s + 4 * half_s * elapsed_s) - linear_s) / (2 * half_s))
-        else:
-            count = int(elapsed_s / self._first_s)
-        while self._after_s(count) < now_s:  # rounding
-            count += 1
-        while count > 1 and self._after_s(count - 1) >= now_s:
-            count -= 1
-        return min(self.plan.num_steps, max(1, count))
 
 
 MODEL = "simulated"
@@ -270,7 +195,7 @@ class Builder:
             eos_token_ids=frozenset(),
         )
         cache = KvCache(num_pages, self.layout.paging, self._cache_hasher)
-        scheduler = LeapingScheduler(cache, limits, output_length)
+        scheduler = AnswerScheduler(cache, limits, output_length)
         # Nobody is lost, or falls silent.
         rules = Rules(MAX_TASKS, False, 1.0, lease_s=3600.0, role=role, step_tokens=step_tokens)
         core = WorkerCore(scheduler, ALL_IDS, self.page_bytes, b"simulated", rules)

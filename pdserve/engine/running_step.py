@@ -46,7 +46,7 @@ class RunningStep:
 
     def num_rows(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence the step computes, guesses included."""
-        pairs = zip(self.sequences, self.chunks, strict=False)  # a leap has no chunks
+        pairs = zip(self.sequences, self.chunks, strict=True)
         return sum([len(chunk.token_ids) for each, chunk in pairs if each is sequence])
 
     def depends_on(self, guesses: Collection[Sequence]) -> bool:

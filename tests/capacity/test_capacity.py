@@ -1,4 +1,4 @@
-"""The capacity simulator: leaps, workloads, measures, plans."""
+"""The capacity simulator: workloads, measures, plans."""
 
 from dataclasses import replace
 from statistics import median
@@ -7,7 +7,6 @@ import pytest
 
 from pdserve.capacity import planner
 from pdserve.capacity.cluster import Run, simulate
-from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.planner import Search, candidates, highest_rate, plan
 from pdserve.capacity.worker import Shape
@@ -15,7 +14,7 @@ from pdserve.measure.outcomes import Objective
 from pdserve.measure.read_workload import parse_workload
 from pdserve.measure.tables import as_json
 from pdserve.measure.workload import Arrival, Workload, random_lengths
-from pdserve.perfmodel.profile import Profile, WindowFields, read_profile, shipped_profile
+from pdserve.perfmodel.profile import WindowFields, read_profile, shipped_profile
 from pdserve.router.placement.policies import POLICIES
 
 PROFILE = read_profile(shipped_profile())
@@ -27,19 +26,6 @@ SHAPES = [Shape(0, 2), Shape(1, 1), Shape(2, 2, local_prefill=False)]
 
 def times(run: Run) -> list[tuple[float, float, int, str]]:
     return [(outcome.first_s, outcome.last_s, outcome.num_tokens, outcome.status) for outcome in run.outcomes]
-
-
-@pytest.mark.parametrize("profile", [PROFILE, SLIDING], ids=["full", "windows"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_leaps_give_the_times_of_single_steps(shape: Shape, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = random_lengths(60, 300, 30, 1).at_rate(12)
-    leapt = simulate(profile, shape, "round_robin", workload, OBJECTIVE)
-    monkeypatch.setattr(LeapingScheduler, "leap_length", lambda _: 0)
-    stepped = simulate(profile, shape, "round_robin", workload, OBJECTIVE)
-    assert leapt.num_steps == stepped.num_steps
-    for one, other in zip(times(leapt), times(stepped), strict=True):
-        assert one[:2] == pytest.approx(other[:2], rel=1e-9)
-        assert one[2:] == other[2:]
 
 
 @pytest.mark.parametrize("shape", [Shape(0, 1), Shape(1, 1)], ids=str)

@@ -7,8 +7,8 @@ from statistics import mean
 
 from pdserve.base.ids import RequestId
 from pdserve.base.roles import Role
+from pdserve.capacity.answers import OTHER
 from pdserve.capacity.cluster import SimCluster, _Router
-from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import ANY, Outcome, Percentiles, percentiles
 from pdserve.measure.sessions import Session, Turn, sessions_of
