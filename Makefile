@@ -79,10 +79,11 @@ test-kubernetes: $(INSTALLED)
 test-arm: $(INSTALLED)
 	tests/arm/run_arm.sh
 
-# What is made of other files and checked in: stubs of the protos, the chart's schema, the schema of policies.
+# What is made of other files and checked in: stubs of the protos, the chart's schema, the definition and the schema of policies.
 generated: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 	$(BIN)/python deploy/helm/schema/values_schema.py
+	$(BIN)/python deploy/helm/schema/policy_definition.py
 	$(BIN)/pdserve autoscale schema > deploy/policies/schema.json
 
 check: $(INSTALLED)

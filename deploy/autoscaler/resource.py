@@ -1,4 +1,4 @@
-"""A policy as a custom resource of Kubernetes: its definition, its document, and its status.
+"""A policy as a custom resource of Kubernetes: its document, and its status.
 
 The resource's `spec` is a policy without `apiVersion` and `kind`. It is kept in a file, which is read again as any
 policy's is.
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from pdserve.autoscaler.decisions import Decision
-from pdserve.autoscaler.definition import GROUP, KIND, PLURAL, VERSION
 from pdserve.autoscaler.loop import Loop
 from pdserve.base.errors import ConfigError
 from pdserve.base.files import write_atomically
 from pdserve.kubernetes.client import ApiError, Client
-from pdserve.kubernetes.objects import Metadata, Object
+from pdserve.kubernetes.objects import GROUP, KIND, PLURAL, VERSION, Metadata, Object
 from pdserve.kubernetes.watcher import Troubles
 
 LOOK_S = 5.0

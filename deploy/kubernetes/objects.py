@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 ROLE_LABEL = "pdserve.dev/role"
+GROUP, VERSION, KIND, PLURAL = "pdserve.dev", "v1alpha1", "AutoscalingPolicy", "autoscalingpolicies"  # of policies
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a taint
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 NODES = "pdserve.dev/nodes"  # an annotation: how many pods a worker has
@@ -189,8 +190,8 @@ WATCHER = (
     Right(("get",), "coordination.k8s.io", "leases", NODE_LEASES),
 )
 RESOURCE = (  # where the policy is a custom resource
-    Right(("get",), "pdserve.dev", "autoscalingpolicies"),
-    Right(("patch",), "pdserve.dev", "autoscalingpolicies/status"),
+    Right(("get",), GROUP, PLURAL),
+    Right(("patch",), GROUP, f"{PLURAL}/status"),
 )
 ACTUATOR = (
     Right(("list", "patch"), "", "pods"),

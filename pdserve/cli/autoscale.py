@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,11 +65,8 @@ def schema() -> None:
 
 def crd() -> None:
     """Print the definition of policies as custom resources, for `kubectl apply -f -`."""
-    import yaml
-
-    from pdserve.autoscaler.definition import definition
-
-    typer.echo(yaml.safe_dump(definition(), sort_keys=False), nl=False)
+    file = files("pdserve.autoscaler") / "static" / "autoscalingpolicies.yaml"
+    typer.echo(file.read_text(encoding="utf-8"), nl=False)
 
 
 @dataclass(frozen=True, slots=True)

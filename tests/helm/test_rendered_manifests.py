@@ -11,9 +11,10 @@ from chart_references import dangling, texts
 from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered, settings_of
 from kubernetes_schemas import problems
 from kubernetes_validate.utils import all_versions
+from policy_definition import definition
 
-from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
+from pdserve.kubernetes.objects import GROUP, KIND, VERSION
 from pdserve.router.config import FrontendConfig, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig, WatcherConfig
 from pdserve.settings.config import WorkerConfig, load_config
@@ -235,7 +236,7 @@ def test_the_policy_as_a_resource_is_one_that_the_autoscaler_follows() -> None:
 
 
 def test_the_chart_brings_the_definition_of_policies() -> None:
-    """Run `pdserve autoscale crd` where a field of policies has changed."""
+    """Run `make generated` where a field of policies has changed."""
     (file,) = (CHART / "crds").iterdir()
     assert yaml.safe_load(file.read_text(encoding="utf-8")) == definition()
 

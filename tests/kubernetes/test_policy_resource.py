@@ -13,8 +13,8 @@ import yaml
 from admin_stub import Router, serving
 from kube_cluster import KubeCluster
 from kube_definition import Definition
+from policy_definition import definition
 
-from pdserve.autoscaler.definition import definition
 from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.resource import PolicyResource
 from pdserve.autoscaler.server import serve

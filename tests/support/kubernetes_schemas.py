@@ -8,8 +8,9 @@ from typing import Any
 
 from jsonschema import Draft4Validator  # in which bounds are as in Kubernetes
 from jsonschema_rs import Draft7Validator, Draft202012Validator, Registry
+from policy_definition import definition
 
-from pdserve.autoscaler.definition import GROUP, VERSION, definition
+from pdserve.kubernetes.objects import GROUP, VERSION
 
 Manifest = dict[str, Any]
 

@@ -1,12 +1,16 @@
-"""The definition of a policy as a custom resource, made from the policy's models. Pure."""
+"""Makes the definition of a policy as a custom resource from the policy's models, for chart and wheel."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pdserve.autoscaler.schema import Policy
+from pdserve.kubernetes.objects import GROUP, KIND, PLURAL, VERSION
 
 Schema = dict[str, Any]
-GROUP, VERSION, KIND, PLURAL = "pdserve.dev", "v1alpha1", "AutoscalingPolicy", "autoscalingpolicies"
+FILE = Path(__file__).parents[1] / "pdserve" / "crds" / "autoscalingpolicies.yaml"
 _KEPT = (
     *("type", "description", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength"),
     *("minItems", "maxItems", "minProperties", "maxProperties"),
@@ -146,3 +150,7 @@ def _merged(options: list[Schema], description: str) -> Schema:
         properties |= each["properties"]
     properties["kind"] = {"type": "string", "enum": kinds}
     return {"type": "object", "description": description, "required": ["kind"], "properties": properties}
+
+
+if __name__ == "__main__":
+    FILE.write_text(yaml.safe_dump(definition(), sort_keys=False), encoding="utf-8")
