@@ -111,7 +111,7 @@ def test_times_per_token_come_out_as_predicted_where_answers_have_the_lengths_th
 def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool() -> None:
     workload = parse_workload("azure-conv", 0, 0).scaled(0.25, 2048).poisson(0)
     run = simulate(PROFILE, Shape(2, 2), "goodput", workload.at_rate(128.0), OBJECTIVE)
-    assert sum(outcome.meets(OBJECTIVE) for outcome in run.outcomes) > 0.82 * len(run.outcomes)
+    assert sum(outcome.meets(OBJECTIVE) for outcome in run.outcomes) > 0.8 * len(run.outcomes)
 
 
 def test_no_rate_keeps_objectives_that_cannot_be_met() -> None:

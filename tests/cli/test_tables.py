@@ -94,6 +94,9 @@ def test_json_goes_to_a_file_beside_the_table(pdserve: Command, tmp_path: Path) 
     ("plan", "--gpus", "1"),
     ("bench", "load", "--workload", "1x2x3"),
     ("bench", "agents"),
+    ("bench", "accuracy", "no-model"),
+    ("bench", "overload", "no-model"),
+    ("bench", "chaos", "no-model"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     pdserve: Command, tmp_path: Path, command: tuple[str, ...]
@@ -121,7 +124,7 @@ def test_whether_a_file_can_be_written_is_found_out_without_touching_it(pdserve:
     ("infx10", "inf tokens"), ("10xnan", "nan tokens"), ("0x5", "0 tokens"), ("5x1e9", "1e+09 tokens"),
     ("5x5~inf", "a spread of inf"), ("5x5~-1", "a spread of -1"),
 ])  # fmt: skip
-@pytest.mark.parametrize("command", [("sim",), ("plan", "--gpus", "1"), ("bench",)])
+@pytest.mark.parametrize("command", [("sim",), ("plan", "--gpus", "1"), ("bench", "accuracy", "no-model")])
 def test_lengths_that_cannot_be_are_refused_in_one_line(
     pdserve: Command, command: tuple[str, ...], text: str, said: str
 ) -> None:
