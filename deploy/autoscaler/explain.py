@@ -1,6 +1,6 @@
 """A policy in plain sentences, and what another one changes. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
@@ -167,47 +167,31 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def changes(old: object, new: object, where: str = "") -> Iterator[str]:
+def changes(old: BaseModel, new: BaseModel, where: str = "") -> Iterator[str]:
     """Say what differs between two policies, or two parts of one called `where`; a sentence for each field."""
-    before, after = _parts(old), _parts(new)
-    if old == new:
-        return
-    if before is None or after is None or type(old) is not type(new):
-        yield f"{where} is {_shown(new)}, was {_shown(old)}"
-        return
+    before, after = dict(_fields(old, where)), dict(_fields(new, where))
     for key in {**before, **after}:
-        place = f"{where}.{key}" if where else key
-        if key not in before:
-            yield f"{place} is added: {_shown(after[key])}"
-        elif key not in after:
-            yield f"{place} is removed, was {_shown(before[key])}"
-        else:
-            yield from changes(before[key], after[key], place)
+        if before.get(key) != after.get(key):
+            yield f"{key} is {after.get(key, 'removed')}, was {before.get(key, 'not there')}"
 
 
-def _parts(given: object) -> Mapping[str, object] | None:
-    """Return what a value is made of, by the names that it has in a file; None of what is shown as a whole."""
+def _fields(given: object, place: str) -> Iterator[tuple[str, str]]:
+    """Yield all fields of a part of a policy by the names that they have in a file, and what they hold."""
     match given:
         case BaseModel():
-            fields = {name: getattr(given, name) for name in type(given).model_fields}
-            return {key_of(name): in_units(value) if name.endswith("_s") else value for name, value in fields.items()}
+            for name in type(given).model_fields:
+                held = getattr(given, name)
+                key = f"{place}.{key_of(name)}" if place else key_of(name)
+                yield from _fields(in_units(held) if name.endswith("_s") else held, key)
         case dict():
-            return given
-        case tuple() if all(isinstance(each, BaseModel) for each in given):
-            return {str(index): each for index, each in enumerate(given)}
-    return None
-
-
-def _shown(given: object) -> str:
-    match given:
-        case None:
-            return "by default"
+            for name, held in given.items():
+                yield from _fields(held, f"{place}.{name}")
+        case (BaseModel(), *_):
+            for index, held in enumerate(given):
+                yield from _fields(held, f"{place}.{index}")
         case tuple():
-            return ", ".join(map(_shown, given)) or "none"
+            yield place, ", ".join(map(str, given)) or "none"
         case float():
-            return f"{given:g}"
-        case BaseModel() | dict():
-            parts = (_parts(given) or {}).items()
-            return " ".join(f"{key} {_shown(part)}" for key, part in parts if part is not None)
+            yield place, f"{given:g}"
         case _:
-            return str(given)
+            yield place, "by default" if given is None else str(given)

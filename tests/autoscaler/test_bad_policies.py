@@ -194,15 +194,16 @@ def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> Non
         "forecaster.kind is holt-winters, was last",
         "forecaster.season is 1d, was by default",
         "pools.prefill.startup is 1m30s, was 30s",
-        "pools.prefill.schedules.1 is removed, was daysOfWeek Mon, Tue, Wed, Thu, Fri, Sat, Sun start 17:30 end 20:00 "
-        "timeZone Europe/Zurich maxReplicas 3",
+        "pools.prefill.schedules.1.daysOfWeek is removed, was Mon, Tue, Wed, Thu, Fri, Sat, Sun",
+        "pools.prefill.schedules.1.start is removed, was 17:30",
+        "pools.prefill.schedules.1.end is removed, was 20:00",
+        "pools.prefill.schedules.1.timeZone is removed, was Europe/Zurich",
+        "pools.prefill.schedules.1.minReplicas is removed, was by default",
+        "pools.prefill.schedules.1.maxReplicas is removed, was 3",
         "pools.decode.signals.0.target is 0.7, was 0.8",
     )
     assert list(changes(policy, policy)) == []
-    assert [each for each in changes(policy, running) if "schedules" in each] == [
-        "pools.prefill.schedules.1 is added: daysOfWeek Mon, Tue, Wed, Thu, Fri, Sat, Sun start 17:30 end 20:00 "
-        "timeZone Europe/Zurich maxReplicas 3"
-    ]
+    assert "pools.prefill.schedules.1.maxReplicas is 3, was not there" in changes(policy, running)
 
 
 def test_the_actuator_of_a_running_autoscaler_does_not_change(write: Callable[[str], Path]) -> None:
@@ -212,7 +213,7 @@ def test_the_actuator_of_a_running_autoscaler_does_not_change(write: Callable[[s
     with pytest.raises(ConfigError, match=r"actuator.namespace is mine, was pdserve: an actuator changes only with"):
         file.changed()
     write(GOOD.replace("kind: ray", "kind: process"))
-    with pytest.raises(ConfigError, match=r"actuator is .*kind process.*, was .*kind ray"):
+    with pytest.raises(ConfigError, match=r"actuator\.kind is process, was ray"):
         file.changed()
     assert file.policy is running
 
