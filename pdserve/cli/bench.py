@@ -100,22 +100,22 @@ def load(
 class SessionFlags:
     """What sessions of agents look like; lengths are means, in tokens."""
 
-    sessions: Annotated[int, typer.Option(help="Sessions of a round.")] = 16
-    turns: Annotated[int, typer.Option(help="Turns of a session.")] = 6
-    shared_tokens: Annotated[int, typer.Option(help="Of the system prompt that all sessions share.")] = 512
-    first_tokens: Annotated[int, typer.Option(help="Of a session's first message.")] = 256
-    tool_tokens: Annotated[int, typer.Option(help="That a tool brings to each later turn.")] = 48
-    answer_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 32
-    pause: Annotated[float, typer.Option(help="Seconds that a tool runs, on average.")] = 0.5
-    branches: Annotated[float, typer.Option(help="Share of the sessions that begin as a branch of another one.")] = 0.25
+    sessions: Annotated[int, typer.Option(min=1, max=10_000, help="Sessions of a round.")] = 16
+    turns: Annotated[int, typer.Option(min=1, max=1_000, help="Turns of a session.")] = 6
+    shared_tokens: Annotated[int, typer.Option(min=1, help="Of the system prompt that all sessions share.")] = 512
+    first_tokens: Annotated[int, typer.Option(min=1, help="Of a session's first message.")] = 256
+    tool_tokens: Annotated[int, typer.Option(min=1, help="That a tool brings to each later turn.")] = 48
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32
+    pause: Annotated[float, typer.Option(min=0, max=3600, help="Seconds that a tool runs, on average.")] = 0.5
+    branches: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Share of the sessions that begin as a branch of another one.")
+    ] = 0.25
 
     def shape(self) -> "SessionShape":
         from pdserve.measure.sessions import Shape
 
         given = asdict(self)
-        shape = Shape(pause_s=given.pop("pause"), **given)
-        shape.check()
-        return shape
+        return Shape(pause_s=given.pop("pause"), **given)
 
 
 SESSIONS = SessionFlags()

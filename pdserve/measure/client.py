@@ -14,12 +14,13 @@ import grpc
 
 from pdserve.base.clock import Clock
 from pdserve.base.files import read_file
-from pdserve.measure.outcomes import OK, Moved, Objective, Outcome
+from pdserve.measure.outcomes import OK, Objective, Outcome
 from pdserve.measure.workload import Arrival
 from pdserve.net import rpc
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.protocol.drafts import Acceptance
+from pdserve.router.requests.timeline import Moved
 
 Timed = tuple[float, inference.GenerateRequest]  # seconds after the run's start, and what is sent then
 
@@ -140,7 +141,7 @@ def take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
     outcome.handoff_bytes, outcome.handoff_s = ledger.handoff_bytes, ledger.handoff_ms / 1e3
     outcome.fetched_tokens = ledger.fetched_tokens
     outcome.moves = tuple(
-        Moved(move.index, move.num_tokens, move.source, move.target, move.handoff_bytes, move.handoff_ms / 1e3)
+        Moved(move.index, move.num_tokens, move.source, move.target, move.handoff_bytes, move.handoff_ms)
         for move in ledger.moves
     )
     outcome.drafts = {

@@ -15,6 +15,7 @@ import numpy as np
 from pdserve.base.errors import ConfigError
 from pdserve.protocol.drafts import BySource, add
 from pdserve.protocol.refusal import Status
+from pdserve.router.requests.timeline import Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,6 @@ def parse_objective(*texts: str) -> Objective:
 
 
 OK = "OK"
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A move of one continuation to another worker, as the ledger has it."""
-
-    index: int
-    num_tokens: int  # of the continuation, known when the target took charge
-    source: str
-    target: str
-    num_bytes: int
-    handoff_s: float  # of its last page
 
 
 @dataclass(slots=True)

@@ -24,6 +24,16 @@ def test_a_load_that_would_never_end_is_refused_before_a_cluster_starts(
     assert f"Invalid value for '{flag}'" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--sessions", "0"), ("--turns", "1001"), ("--tool-tokens", "0"), ("--branches", "1"), ("--pause", "-1")],
+)
+def test_sessions_that_cannot_be_are_refused_by_their_flag(pdserve: Command, flag: str, value: str) -> None:
+    ended = pdserve("bench", "agents", flag, value)
+    assert ended.returncode == 2
+    assert f"Invalid value for '{flag}'" in ended.stderr
+
+
 def test_bench_load_sends_a_slice_by_its_name(pdserve: Command, address: str) -> None:
     flags = ("--scale", "0.001", "--request-rate", "2000", "--num-prompts", "150", "--endpoint", address)
     ended = pdserve("bench", "--workload", "azure-code", *flags, "--json", "-")

@@ -8,11 +8,12 @@ from lab.conversation import ConversationFindings, ConversationPlan, Turn, media
 from lab.moves import MovesVerdict, Record, gaps_beside, moved_gaps, roles_of, serves
 from pdserve.base.roles import Role
 from pdserve.measure.chaos import tally
-from pdserve.measure.outcomes import Moved, Outcome
+from pdserve.measure.outcomes import Outcome
 from pdserve.measure.tables import compared
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.link import ROLE_NUMBERS
+from pdserve.router.requests.timeline import Moved
 
 PREFILL, DECODE, MIXED = Role
 
@@ -22,7 +23,7 @@ def outcome(times_s: list[float], *moves: Moved) -> Outcome:
 
 
 def moved(num_tokens: int, index: int = 0) -> Moved:
-    return Moved(index, num_tokens, "decode-0", "decode-1", 1000, 0.05)
+    return Moved(index, num_tokens, "decode-0", "decode-1", 1000, 50.0)
 
 
 def test_the_gap_of_a_move_is_that_between_the_tokens_around_it_and_the_step_that_of_the_others() -> None:

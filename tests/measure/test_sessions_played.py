@@ -1,13 +1,9 @@
 """Sessions of agents, as `pdserve bench agents` plays them."""
 
 import asyncio
-from dataclasses import replace
 from itertools import pairwise
 
-import pytest
-
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.errors import ConfigError
 from pdserve.measure.client import OpenLoop
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.sessions import Round as PlayedRound
@@ -78,18 +74,3 @@ async def test_the_ways_of_a_round_have_equal_sessions_and_tenants_of_their_own(
 def test_equal_seeds_give_equal_sessions_of_which_some_are_branches() -> None:
     assert sessions_of(SHAPE, 1000, 5) == sessions_of(SHAPE, 1000, 5) != sessions_of(SHAPE, 1000, 6)
     assert any(session.parent is not None for session in sessions_of(SHAPE, 1000, 5))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"sessions": 0}, "--sessions: 0"),
-        ({"turns": 1001}, "--turns: 1001"),
-        ({"tool_tokens": 0}, "--tool-tokens: 0"),
-        ({"branches": 1.0}, "--branches: 1"),
-        ({"pause_s": -1.0}, "--pause: -1"),
-    ],
-)
-def test_a_shape_that_cannot_be_is_refused_by_its_flag(wrong: dict[str, int], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        sessions_of(replace(SHAPE, **wrong), 1000, 0)

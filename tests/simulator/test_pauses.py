@@ -9,7 +9,7 @@ from faultsim.clients import Answer
 from faultsim.scenario import Scenario, draw
 from faultsim.simulation import Simulation
 from lab.moves import MovedGap, moved_gaps
-from pdserve.measure.outcomes import Moved, Outcome, percentiles
+from pdserve.measure.outcomes import Outcome, percentiles
 
 STEP_S = 0.05  # and half of it more for each page: prompts make a step up to nine times as long
 SPAN_S = 30.0
@@ -40,10 +40,7 @@ def slow(scenario: Scenario) -> Scenario:
 
 
 def gaps_of(answer: Answer) -> list[MovedGap]:
-    moves = [
-        Moved(m.index, m.num_tokens, m.source, m.target, m.handoff_bytes, m.handoff_ms / 1e3) for m in answer.moves
-    ]
-    return moved_gaps(Outcome(0.0, 0, 0, times_s=dict(enumerate(answer.came_s)), moves=tuple(moves)))
+    return moved_gaps(Outcome(0.0, 0, 0, times_s=dict(enumerate(answer.came_s)), moves=answer.moves))
 
 
 def served(seed: int) -> Iterator[MovedGap]:

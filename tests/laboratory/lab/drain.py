@@ -67,7 +67,7 @@ async def measure_drain(
             outcomes = await running
         _, left_over = await recovered(lambda: cluster.state, board)
         idle_drain_s = await drained(cluster, STAYING, clock, operator.drain(STAYING))
-        moved_bytes = sum(move.num_bytes for outcome in outcomes for move in outcome.moves)
+        moved_bytes = sum(move.handoff_bytes for outcome in outcomes for move in outcome.moves)
         bytes_per_s = pairs.get(STAYING, float("nan"))
         return DrainFindings(
             num_answers=count,

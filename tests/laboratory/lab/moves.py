@@ -26,11 +26,12 @@ from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, tally
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, StatusBoard, recovered, saturate, started
-from pdserve.measure.outcomes import Moved, Outcome, Percentiles, percentiles
+from pdserve.measure.outcomes import Outcome, Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 from pdserve.net.operator_client import LauncherClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.protocol.link import ROLES
+from pdserve.router.requests.timeline import Moved
 
 MOVE_PAUSE_S = 0.4  # between two calls that ask for moves
 MOST_MOVED_AT_ONCE = 4
@@ -212,7 +213,7 @@ class MovedGap:
 
     @property
     def allowed_s(self) -> float:
-        return STEPS_ALLOWED * self.step_s + (self.move.handoff_s if self.move is not None else 0.0)
+        return STEPS_ALLOWED * self.step_s + (self.move.handoff_ms / 1e3 if self.move is not None else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
