@@ -1,22 +1,12 @@
 """Which workers may have ranks on several machines (nodes); the others are refused by the setting that does not fit."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from pdserve.settings.degrees import Degrees
-
-
-class OfWorker(Protocol):
-    """The settings of a worker that matter for that."""
-
-    @property
-    def degrees(self) -> Degrees: ...
-    @property
-    def rank_memory(self) -> str: ...
-    @property
-    def dialect_port(self) -> int | None: ...
+if TYPE_CHECKING:
+    from pdserve.settings.config import WorkerConfig
 
 
-def nodes_problem(worker: OfWorker) -> str | None:
+def nodes_problem(worker: "WorkerConfig") -> str | None:
     """Return why a worker's ranks are not on so many machines, or None."""
     degrees = worker.degrees
     if degrees.nodes == 1:
