@@ -71,7 +71,7 @@ class Forecaster(Section):
     """How demand is forecast."""
 
     kind: ForecasterKind = Field(
-        default="last",
+        default="holt-winters",
         description="last: demand stays as it is. holt-winters: level and trend, and what recurs each season.",
     )
     horizon_s: Annotated[float, Field(gt=0, le=86_400, strict=True), DURATION] | None = Field(

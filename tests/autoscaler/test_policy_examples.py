@@ -80,7 +80,7 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "minReplicas":
         (
             {},
             {"forecaster": {"horizon": "5m", "warmupTrace": "a.csv"}},
-            "5m ahead (last, learnt from a.csv at first)",
+            "5m ahead (holt-winters, learnt from a.csv at first)",
         ),
         ({}, {}, "It has 1 to 4 replicas of 1 device."),
         ({"schedules": [NIGHT]}, {}, "From 22:00 to 06:00 the day after, on Fri (UTC): at least 2 and at most 3."),
