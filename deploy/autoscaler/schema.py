@@ -64,23 +64,23 @@ class Interval(Section):
     )
 
 
-ForecasterKind = Literal["last", "holt-winters"]
+ForecasterKind = Literal["last", "holt-winters", "kalman"]
 
 
 class Forecaster(Section):
     """How demand is forecast."""
 
     kind: ForecasterKind = Field(
-        default="holt-winters",
-        description="last: demand stays as it is. holt-winters: level and trend, and what recurs each season.",
+        default="kalman",
+        description="last: demand stays as it is. holt-winters: level and trend, and what recurs each season. "
+        "kalman: level and trend, weighed by how noisy demand is.",
     )
     horizon_s: Annotated[float, Field(gt=0, le=86_400, strict=True), DURATION] | None = Field(
         default=None,
         description="How far ahead demand is forecast. By default a pool's start-up time and a forecast interval.",
     )
     season_s: Annotated[float, Field(gt=0, le=31 * 86_400, strict=True), DURATION] | None = Field(
-        default=None,
-        description="Period after which demand recurs, such as 1d or 7d, for holt-winters; by default none.",
+        default=None, description="Period after which demand recurs, such as 1d or 7d; holt-winters needs it."
     )
     quantile: float = Field(
         default=0.6, ge=0.5, lt=1.0, description="Quantile of the forecast that a pool is sized for: how sure to be."
@@ -296,10 +296,10 @@ def check_forecaster(forecaster: Forecaster, interval: Interval) -> None:
     if interval.react_s > every_s:
         raise FieldError(("interval", "react"), f"{interval.react_s:g}s is above interval.forecast, {every_s:g}s")
     place = ("forecaster", "season")
+    if (forecaster.kind == "holt-winters") != (season_s is not None):
+        raise FieldError(place, "is what holt-winters needs, and no other kind")
     if season_s is None:
         return
-    if forecaster.kind != "holt-winters":
-        raise FieldError(place, f"goes with kind holt-winters, not with {forecaster.kind}")
     if not 2 <= season_s / every_s <= MAX_SEASON_INTERVALS:
         raise FieldError(
             place,

@@ -64,6 +64,7 @@ class Run:
     outcomes: tuple[Outcome, ...]
     span_s: float  # from the first arrival to the last end, or to where it stopped
     busy: dict[str, float]  # share of the time that each worker computed
+    num_steps: int
 
 
 @dataclass(slots=True)
@@ -149,7 +150,7 @@ class SimCluster:
         outcomes, workers = tuple(self._outcomes.values()), self._workers.values()
         span_s = max(1e-9, now_s - outcomes[0].sent_s)
         busy = {str(worker.peer.worker_id): worker.busy_s / span_s for worker in workers}
-        return Run(outcomes, span_s, busy)
+        return Run(outcomes, span_s, busy, sum(worker.num_steps for worker in workers))
 
     # ---- the router
 

@@ -24,7 +24,7 @@ kind: AutoscalingPolicy
 objectives: {ttftMs: 500, tpotMs: 50}
 budget: {maxDevices: 8}
 interval: {forecast: 60s, react: 5s}
-forecaster: {kind: last}
+forecaster: {kind: kalman}
 pools:
   prefill:
     maxReplicas: 4
@@ -42,7 +42,7 @@ roleSwitch: {enabled: false}
 """
 
 FAULTS = [
-    ("kind: last", "kind: kalman", "line 6: forecaster.kind: 'kalman' is refused: Input should be 'last' or "),
+    ("kind: kalman", "kind: kalmann", "line 6: forecaster.kind: 'kalmann' is refused: Input should be 'last', "),
     (
         "minReplicas: 2\n    max",
         "minReplicas: 5\n    max",
@@ -90,8 +90,9 @@ FAULTS = [
     ("startup: 30s", "startup: ٣0s", "line 10: pools.prefill.startup: '٣0s' is refused"),
     ("17:30", "17:30, daysOfWeek: []", "line 13: pools.prefill.schedules.1.daysOfWeek"),
     ("17:30", "17:30, daysOfWeek: [Mo]", "line 13: pools.prefill.schedules.1.daysOfWeek.0: 'Mo' is refused"),
-    ("kind: last", "kind: last, season: 1d", "line 6: forecaster.season: goes with kind holt-winters, not with last"),
-    ("kind: last", "kind: holt-winters, season: 90s", "forecaster.season: 90s is 1.5 times interval.forecast, 60s"),
+    ("kind: kalman", "kind: holt-winters", "line 6: forecaster.season: is what holt-winters needs"),
+    ("kind: kalman", "kind: last, season: 1d", "line 6: forecaster.season: is what holt-winters needs"),
+    ("kind: kalman", "kind: holt-winters, season: 90s", "forecaster.season: 90s is 1.5 times interval.forecast, 60s"),
     ("react: 5s", "react: 2m", "line 5: interval.react: 120s is above interval.forecast, 60s"),
     ("target: 0.8", "target: 80", "line 18: pools.decode.signals.0.target: 80 is above 1, the greatest kv_usage"),
     (
@@ -183,7 +184,7 @@ def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> Non
         .replace(", {metric: kv_usage, target: 0.8}", "")
         .replace("signals: [{metric: kv_usage, target: 0.8}]", "signals: [{metric: kv_usage, target: 0.7}]")
         .replace("      - {start: 17:30, end: 20:00, timeZone: Europe/Zurich, maxReplicas: 3}\n", "")
-        .replace("kind: last", "kind: holt-winters, season: 1d")
+        .replace("kind: kalman", "kind: holt-winters, season: 1d")
     )
     write(text)
     changed, policy = file.changed(), file.policy
@@ -191,7 +192,7 @@ def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> Non
     assert changed == (
         "budget.maxDevices is 10, was 8",
         "mode is advisory, was enforce",
-        "forecaster.kind is holt-winters, was last",
+        "forecaster.kind is holt-winters, was kalman",
         "forecaster.season is 1d, was by default",
         "pools.prefill.startup is 1m30s, was 30s",
         "pools.prefill.schedules.1.daysOfWeek is removed, was Mon, Tue, Wed, Thu, Fri, Sat, Sun",

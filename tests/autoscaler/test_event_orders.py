@@ -157,7 +157,7 @@ TestAnyOrder.settings = settings(
 @given(
     rate=st.floats(1, 45),
     seed=st.integers(0, 1 << 30),
-    kind=st.sampled_from(["last", "holt-winters"]),
+    kind=st.sampled_from(["last", "kalman"]),
     up=st.sampled_from([0, 0.1]),
 )
 def test_constant_demand_with_noise_hardly_moves_a_pool(

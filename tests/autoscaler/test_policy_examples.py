@@ -29,10 +29,10 @@ def test_there_is_a_policy_for_each_actuator() -> None:
 def test_a_policy_whose_trace_cannot_be_read_is_not_valid(tmp_path: Path) -> None:
     text = (ROOT / "deploy" / "policies" / "local.yaml").read_text(encoding="utf-8")
     path = tmp_path / "policy.yaml"
-    path.write_text(text.replace("{kind: holt-winters}", "{kind: holt-winters, warmupTrace: none.csv}"))
+    path.write_text(text.replace("{kind: kalman}", "{kind: kalman, warmupTrace: none.csv}"))
     with pytest.raises(ConfigError, match=r"none.csv: No such file"):
         run("validate", path)
-    path.write_text(text.replace("{kind: holt-winters}", "{kind: holt-winters, warmupTrace: azure-code}"))
+    path.write_text(text.replace("{kind: kalman}", "{kind: kalman, warmupTrace: azure-code}"))
     run("validate", path)
 
 
@@ -80,7 +80,7 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "minReplicas":
         (
             {},
             {"forecaster": {"horizon": "5m", "warmupTrace": "a.csv"}},
-            "5m ahead (holt-winters, learnt from a.csv at first)",
+            "5m ahead (kalman, learnt from a.csv at first)",
         ),
         ({}, {}, "It has 1 to 4 replicas of 1 device."),
         ({"schedules": [NIGHT]}, {}, "From 22:00 to 06:00 the day after, on Fri (UTC): at least 2 and at most 3."),

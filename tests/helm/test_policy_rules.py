@@ -96,7 +96,8 @@ BREAKING = [
     some(interval={"react": "5ms"}),
     some({"decode": {"drainTimeout": "25h"}}),
     some({"decode": {"behavior": {"scaleUp": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": "31m"}]}}}}),
-    some(forecaster={"kind": "last", "season": "1d"}),
+    some(forecaster={"kind": "holt-winters"}),
+    some(forecaster={"season": "1d"}),
     some(forecaster={"kind": "holt-winters", "season": "90s"}),
 ]
 

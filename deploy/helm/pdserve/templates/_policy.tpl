@@ -150,8 +150,8 @@ autoscaler does: of what is wrong between parts, the first is named.
 {{- $season := include "pdserve.seconds" (default 0 $forecaster.season) | float64 -}}
 {{- if gt $react $every -}}
 {{- printf "interval.react: %.6gs is above interval.forecast, %.6gs" $react $every -}}
-{{- else if and (gt $season 0.0) (eq (default "" $forecaster.kind) "last") -}}
-forecaster.season: goes with kind holt-winters, not with last
+{{- else if ne (eq (default "kalman" $forecaster.kind) "holt-winters") (gt $season 0.0) -}}
+forecaster.season: is what holt-winters needs, and no other kind
 {{- else if gt $season 0.0 -}}
 {{- $times := divf $season $every -}}
 {{- if or (lt $times 2.0) (gt $times 20160.0) -}}
