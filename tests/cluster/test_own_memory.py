@@ -56,7 +56,15 @@ ON_CPUS = Copied("CPUs", 2000, 125, heads(8, 128, 2), ("--prefill-tp", "2", "--d
 TWO_AND_TWO = ("--prefill-tp", "2", "--decode-tp", "2")
 # Of 80 tokens each in the layer that sees all, and of 16 in five layers with a window of 96 tokens.
 WINDOWS = Copied("windows", 2400, 30 + 6, heads(8, 128, 6), TWO_AND_TWO, "gemma3")
-LATENTS = Copied("latents", 2000, 125, {"kv_lora_rank": 504, "num_hidden_layers": 8}, TWO_AND_TWO, "deepseek-v3")
+# As much on each way; computed before a stream to the frozen receiver ends, so with few layers and heads.
+ROWS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "kv_lora_rank": 504,
+    "first_k_dense_replace": 4,
+}
+LATENTS = Copied("latents", 2000, 125, ROWS, TWO_AND_TWO, "deepseek-v3")
 # Small, since Triton's interpreter computes it. The receiver acknowledges no byte meanwhile.
 OF_TRITON = ("--device", "interpreter", "--tensor-parallel-size", "2", "--max-num-seqs", "2")
 ON_DEVICES = Copied("devices", 48, 3, heads(4, 32, 1), OF_TRITON)
