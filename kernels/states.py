@@ -1,7 +1,9 @@
 """Recurrences over states in pages on a GPU: short convolutions, gated delta nets, Mamba-2, for layers with a state.
 
-What a token becomes, and the state behind it, depend on its sequence alone. No page is written before `keep`: till
-then, memory beside the pages has how each token changes the memories of heads, and the last inputs of convolutions.
+Heads compute long chunks of a prompt in blocks of tokens, and other chunks token by token. What a token becomes, and
+the state behind it, depend on its sequence alone; rounding, on how that is cut into chunks, too. No page is written
+before `keep`: till then, memory beside the pages has how each token changes the memories of heads, and the last inputs
+of convolutions.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import Tensor
 from pdserve.kernels.attention_plan import Ints
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.cpu.states import Heads, Recurrence
+from pdserve.kernels.device import state_blocks
 from pdserve.kernels.device import states as device_states
 from pdserve.kernels.pageio import power_of_two
 from pdserve.kernels.staging import Staging, aligned
@@ -22,6 +25,14 @@ CONVOLVED = 256  # channels of a program
 MEMORY = 2048  # values of a head's memory that a program has in registers
 MAX_KEY_DIM = MEMORY
 TOKEN_FIELDS = 3
+BLOCK = 64  # tokens that are computed at once
+BLOCKED_KEYS = 64  # features of keys whose products are summed up at once
+BLOCKED_MEMORY = 4096  # values of a head's memory that a program passes from block to block
+MAX_BLOCKED_KEY_DIM = 256
+LEAST_OF_PRODUCTS = 16  # rows and columns of matrices that are multiplied
+# Tokens of the shortest chunk that is computed in blocks. A block that is not full takes as long as a full one, and
+# blocks take a launch more, so short chunks gain little or lose. An assumption: no GPU has measured it.
+MIN_BLOCKED = BLOCK
 FLOAT_BYTES = 4
 
 
@@ -36,6 +47,13 @@ class StatesSpec:
     span: int  # tokens of a page
     max_tokens: int
     max_seqs: int  # no more than these
+    products: int = 0  # of each token with those of its block; 0: there are no blocks
+    min_blocked: int = MIN_BLOCKED
+
+    @property
+    def max_blocks(self) -> int:
+        """Return into how many blocks a step's tokens are divided at most: they end where pieces end, and when full."""
+        return min(self.max_tokens, self.max_pieces + self.max_tokens // BLOCK)
 
     @property
     def max_pieces(self) -> int:
@@ -46,16 +64,22 @@ class StatesSpec:
     def kept_bytes(self) -> int:
         """Return what the largest step keeps beside the pages."""
         each = self.max_tokens * self.changes + self.max_pieces * self.kept_inputs
-        return FLOAT_BYTES * self.num_layers * each
+        return FLOAT_BYTES * (self.num_layers * each + self.max_tokens * self.products * BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     tokens: Tensor  # int32 [at least num_tokens, TOKEN_FIELDS]: see `kernels/device/states.py`
-    starts: Tensor  # int32 [at least num_chunks + 1]
+    short: Tensor  # int32 [at least num_short, 2]: the first token of a chunk, and the one behind its last
+    long: Tensor  # int32 [num_long, 2]: as much of blocks
+    blocks: Tensor  # int32 [num_blocks, 2]: as much of tokens
     pages: Tensor  # int32 [num_pieces]: where the states behind pieces belong
-    num_chunks: int
+    num_short: int
     num_tokens: int
+
+    @property
+    def is_single(self) -> bool:
+        return self.num_short == self.num_tokens
 
 
 class PagedStates:
@@ -75,7 +99,9 @@ class PagedStates:
         self._by_layer = pool[:, : spec.num_layers * layer].view(len(pool), spec.num_layers, layer)
         self._changes = pool.new_zeros((spec.num_layers, spec.max_tokens, spec.changes))
         self._inputs = pool.new_zeros((spec.max_pieces, spec.num_layers, spec.kept_inputs))
-        most = TOKEN_FIELDS * spec.max_tokens, spec.max_tokens + 1, spec.max_pieces
+        self._products = pool.new_zeros((spec.max_tokens, spec.products, BLOCK))  # of a layer at a time
+        blocks = 2 * spec.max_blocks
+        most = TOKEN_FIELDS * spec.max_tokens, 2 * spec.max_tokens, blocks, blocks, spec.max_pieces
         self._staging = Staging(pool.device, sum(map(aligned, most)))
         self._heads: Heads | None = None  # of every layer, once one was computed
         self._plan: _Plan | None = None
@@ -88,30 +114,37 @@ class PagedStates:
         num_tokens, num_chunks = int(query_lens.sum()), len(query_lens)
         require(num_tokens <= spec.max_tokens, f"query_lens: {num_tokens} tokens, {spec.max_tokens} at most")
         positions = kv_lens - query_lens
-        starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(query_lens)))
+        ends = np.cumsum(query_lens)
         chunks = np.repeat(np.arange(num_chunks), query_lens)
-        places = np.arange(num_tokens) - starts[chunks]
+        places = np.arange(num_tokens) - (ends - query_lens)[chunks]
         found = np.take_along_axis(page_table, np.maximum(positions - 1, 0)[:, None] // span, 1)[:, 0]
         at = positions[chunks] + places
-        ends = (at + 1 == kv_lens[chunks]) | ((at + 1) % span == 0)
-        pages = page_table[chunks[ends], at[ends] // span]
+        is_end = (at + 1 == kv_lens[chunks]) | ((at + 1) % span == 0)
+        pages = page_table[chunks[is_end], at[is_end] // span]
         require(len(pages) <= spec.max_pieces, f"query_lens: {len(pages)} pieces, {spec.max_pieces} at most")
         tokens = np.zeros((max(num_tokens, spec.max_seqs), TOKEN_FIELDS), dtype=np.int64)
         tokens[:, 1:] = -1
-        pieces = np.where(ends, np.cumsum(ends) - 1, -1)
+        pieces = np.where(is_end, np.cumsum(is_end) - 1, -1)
         tokens[:num_tokens] = np.stack((places, np.where(positions > 0, found, -1)[chunks], pieces), axis=1)
-        padding = np.arange(num_tokens + 1, len(tokens) + 1)  # chunks of a token each
-        sent = self._staging.send(tokens, np.concatenate((starts, padding)), pages)
-        self._plan = _Plan(sent[0], sent[1], sent[2], num_chunks, num_tokens)
+        is_long = (query_lens >= spec.min_blocked) & (spec.products > 0)
+        begins = np.flatnonzero(is_long[chunks] & (np.minimum(places, at % span) % BLOCK == 0))
+        counts = np.bincount(chunks[begins], minlength=num_chunks)[is_long]
+        blocks = _ranges(begins, np.minimum(np.append(begins[1:], num_tokens), ends[chunks[begins]]))
+        short = _ranges((ends - query_lens)[~is_long], ends[~is_long])
+        num_short = len(short)
+        if num_short == num_tokens:
+            padding = np.arange(num_tokens, len(tokens))  # chunks of a token each
+            short = np.concatenate((short, _ranges(padding, padding + 1)))
+        long = _ranges(np.cumsum(counts) - counts, np.cumsum(counts))
+        self._plan = _Plan(*self._staging.send(tokens, short, long, blocks, pages), num_short, num_tokens)
 
     def recur(self, of: Recurrence, place: int, taken: Tensor) -> Tensor:
         """Return what a layer makes of its inputs: [num_tokens, `of.width`].
 
         place: of the layer among those with a state. taken: [num_tokens, features].
         """
-        plan = self._planned()
-        num_tokens, is_single = len(taken), plan.num_chunks == plan.num_tokens
-        room = len(plan.tokens) if is_single else plan.num_tokens
+        plan, num_tokens = self._planned(), len(taken)
+        room = len(plan.tokens) if plan.is_single else plan.num_tokens
         require_tensor("taken", taken, (None, None), DTYPES)
         fits = plan.num_tokens <= num_tokens <= room
         require(fits, f"taken must be of {plan.num_tokens} to {room} tokens, got {num_tokens}")
@@ -129,35 +162,75 @@ class PagedStates:
             return convolved
         self._heads = heads
         made = taken.new_empty((num_tokens, of.width), dtype=torch.float32)
-        block_k, block_v, num_blocks = _blocks(heads)
-        keys, at = heads.groups * heads.key_dim, {}
-        for name in heads.order:
-            at[name] = sum([of.width if each == "v" else keys for each in heads.order[: heads.order.index(name)]])
-        device_states.recur[num_tokens if is_single else plan.num_chunks, heads.count, num_blocks](
-            convolved, taken, made, self._changes[place], pool, heads.rate, heads.rate_bias,
-            heads.rate if heads.direct is None else heads.direct, plan.tokens, plan.starts,
-            taken.stride(0), pool.shape[1], first + of.kept_inputs, at["q"], at["k"], at["v"],
-            heads.rates_at, heads.betas_at or 0,
-            CHANNELS=channels, HEADS=heads.count, GROUPS=heads.groups, KEY_DIM=heads.key_dim,
-            VALUE_DIM=heads.value_dim, BLOCK_K=block_k, BLOCK_V=block_v, CORRECTS=heads.betas_at is not None,
-            HAS_DIRECT=heads.direct is not None, num_warps=4,
-        )  # fmt: skip
+        if plan.num_short:
+            self._recur_short(heads, place, taken, convolved, made)
+        if len(plan.long):
+            self._recur_long(heads, place, taken, convolved, made)
         return _gated(of, heads, made, taken)
+
+    def _recur_short(self, heads: Heads, place: int, taken: Tensor, convolved: Tensor, made: Tensor) -> None:
+        plan, at = self._planned(), heads.places
+        block_k, block_v, num_blocks = _parts(heads, MEMORY)
+        device_states.recur[len(taken) if plan.is_single else plan.num_short, heads.count, num_blocks](
+            convolved, taken, made, self._changes[place], self._pool, heads.rate, heads.rate_bias,
+            heads.rate if heads.direct is None else heads.direct, plan.tokens, plan.short,
+            taken.stride(0), self._pool.shape[1], self._memory_at(place), at["q"], at["k"], at["v"],
+            heads.rates_at, heads.betas_at or 0,
+            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK_K=block_k, BLOCK_V=block_v,
+            CORRECTS=heads.betas_at is not None, HAS_DIRECT=heads.direct is not None, num_warps=4,
+        )  # fmt: skip
+
+    def _recur_long(self, heads: Heads, place: int, taken: Tensor, convolved: Tensor, made: Tensor) -> None:
+        plan, at, corrects = self._planned(), heads.places, heads.betas_at is not None
+        require(self._spec.products == heads.count * (1 + corrects), "products must be of all heads")
+        block_k, block_v, num_blocks = _parts(heads, BLOCKED_MEMORY, least=LEAST_OF_PRODUCTS)
+        changes, products = self._changes[place], self._products
+        state_blocks.within_blocks[len(plan.blocks), heads.count](
+            convolved, taken, changes, products, heads.rate, heads.rate_bias, plan.blocks,
+            taken.stride(0), at["q"], at["k"], heads.rates_at, heads.betas_at or 0,
+            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, KEYS=min(block_k, BLOCKED_KEYS),
+            CORRECTS=corrects, num_warps=4,
+        )  # fmt: skip
+        state_blocks.across_blocks[len(plan.long), heads.count, num_blocks](
+            convolved, taken, made, changes, products, self._pool, heads.rate_bias,
+            heads.rate if heads.direct is None else heads.direct, plan.tokens, plan.long, plan.blocks,
+            taken.stride(0), self._pool.shape[1], self._memory_at(place), at["q"], at["v"], heads.rates_at,
+            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, BLOCK_K=block_k, BLOCK_V=block_v,
+            CORRECTS=corrects, HAS_DIRECT=heads.direct is not None, num_warps=4,
+        )  # fmt: skip
 
     def keep(self) -> None:
         """Write the states behind the planned tokens, which all layers have computed, into their pages."""
-        plan, spec, heads = self._planned(), self._spec, self._heads
+        plan, heads = self._planned(), self._heads
         pages = plan.pages.long()  # before the first launch: what fails between the two would count tokens twice
-        if heads is not None:
-            block_k, block_v, num_blocks = _blocks(heads)
-            device_states.keep[plan.num_chunks, spec.num_layers * heads.count, num_blocks](
-                self._changes, self._pool, plan.tokens, plan.starts, plan.pages, self._changes.stride(0),
-                self._pool.shape[1], self._by_layer.shape[2], spec.kept_inputs,
-                HEADS=heads.count, GROUPS=heads.groups, KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
-                BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
-            )  # fmt: skip
-        kept = self._by_layer[:, :, : spec.kept_inputs]
+        if heads is not None and plan.num_short:
+            self._keep_short(heads)
+        if heads is not None and len(plan.long):
+            self._keep_long(heads)
+        kept = self._by_layer[:, :, : self._spec.kept_inputs]
         kept.index_copy_(0, pages, self._inputs[: len(plan.pages)])
+
+    def _keep_short(self, heads: Heads) -> None:
+        plan, changes = self._planned(), self._changes
+        block_k, block_v, num_blocks = _parts(heads, MEMORY)
+        device_states.keep[plan.num_short, len(changes) * heads.count, num_blocks](
+            changes, self._pool, plan.tokens, plan.short, plan.pages,
+            changes.stride(0), self._pool.shape[1], self._by_layer.shape[2], self._memory_at(0),
+            **_sizes(heads), BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
+        )  # fmt: skip
+
+    def _keep_long(self, heads: Heads) -> None:
+        plan, changes = self._planned(), self._changes
+        block_k, block_v, num_blocks = _parts(heads, BLOCKED_MEMORY, least=LEAST_OF_PRODUCTS)
+        state_blocks.keep_blocks[len(plan.long), len(changes) * heads.count, num_blocks](
+            changes, self._pool, plan.tokens, plan.long, plan.blocks, plan.pages,
+            changes.stride(0), self._pool.shape[1], self._by_layer.shape[2], self._memory_at(0),
+            **_sizes(heads), BLOCK=BLOCK, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
+        )  # fmt: skip
+
+    def _memory_at(self, place: int) -> int:
+        """Return where the memory of a layer begins in a page."""
+        return place * self._by_layer.shape[2] + self._spec.kept_inputs
 
     def _planned(self) -> _Plan:
         if self._plan is None:
@@ -180,9 +253,22 @@ def _gated(of: Recurrence, heads: Heads, made: Tensor, taken: Tensor) -> Tensor:
     return out
 
 
-def _blocks(heads: Heads) -> tuple[int, int, int]:
-    """Return the keys and the columns of a program's part of a memory, and into how many parts a head's is divided."""
+def _ranges(begins: Ints, ends: Ints) -> Ints:
+    return np.stack((begins, ends), axis=1)
+
+
+def _sizes(heads: Heads) -> dict[str, int]:
+    return {
+        "HEADS": heads.count, "GROUPS": heads.groups, "KEY_DIM": heads.key_dim, "VALUE_DIM": heads.value_dim,
+    }  # fmt: skip
+
+
+def _parts(heads: Heads, values: int, least: int = 1) -> tuple[int, int, int]:
+    """Return the keys and the columns of a program's part of a memory, and into how many parts a head's is divided.
+
+    values: of a part; least: of its keys, and of its columns.
+    """
     require(heads.key_dim <= MAX_KEY_DIM, f"key_dim must be at most {MAX_KEY_DIM}, got {heads.key_dim}")
-    block_k = power_of_two(heads.key_dim)
-    block_v = min(power_of_two(heads.value_dim), max(1, MEMORY // block_k))
+    block_k = max(least, power_of_two(heads.key_dim))
+    block_v = max(least, min(power_of_two(heads.value_dim), values // block_k))
     return block_k, block_v, -(-heads.value_dim // block_v)

@@ -6,6 +6,7 @@ what else is in the step. No page is written before the calls of `Kept` are comp
 
 import ctypes
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,12 @@ class Heads:
     rate_bias: Tensor  # float32 [count]
     direct: Tensor | None = None  # float32 [count]: how much of v goes straight into results
     gating: Gating
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Return the first channel of q, of k and of v."""
+        widths = [self.count * self.value_dim if name == "v" else self.groups * self.key_dim for name in self.order]
+        return dict(zip(self.order, accumulate(widths, initial=0), strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +245,10 @@ def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
         heads.key_dim,
         heads.value_dim,
     )
-    keys, at = heads.groups * heads.key_dim, 0
-    for name in heads.order:
+    for name, at in heads.places.items():
         setattr(layer, f"{name}_at", at)
-        at += of.width if name == "v" else keys
-    require(at == channels, f"channels must be {at} of q, k and v, got {channels}")
+    count = of.width + 2 * heads.groups * heads.key_dim
+    require(count == channels, f"channels must be {count} of q, k and v, got {channels}")
     layer.rates_at, layer.corrects = heads.rates_at, heads.betas_at is not None
     layer.betas_at = heads.betas_at or 0
     for name, each in (("rate", heads.rate), ("rate_bias", heads.rate_bias), ("direct", heads.direct)):

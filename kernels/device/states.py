@@ -1,5 +1,6 @@
 """Recurrences over states in pages: short convolutions (LFM2), gated delta nets (Yang, Kautz, Hatamizadeh 2024) and
-Mamba-2 (Dao, Gu 2024). Tokens of a sequence come one after the other, whether a step has one of them or many.
+Mamba-2 (Dao, Gu 2024). Tokens of a sequence come one after the other, as in steps of single tokens and in short chunks;
+`state_blocks.py` computes the heads of long ones.
 
 `keep` alone writes pages. The others leave what it needs: how each token changes the memories, and last inputs.
 """
@@ -17,7 +18,7 @@ LENGTH_EPS = tl.constexpr(1e-6)  # of the lengths of q and k
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -57,7 +58,7 @@ def convolve(
         if turn > 0:
             tl.store(keeps + (turn - 1) * CHANNELS + channel, x, channel < tl.where(piece >= 0, CHANNELS, 0))
     if HAS_HEADS:
-        total = total * _sigmoid(total)
+        total = total * sigmoid(total)
     else:
         gates = tl.load(x_ptr + token * x_stride + gates_at + channel, real, other=0.0).to(tl.float32)
         total = gates * total.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -70,7 +71,7 @@ def _unit(x, length):
 
 
 @triton.jit
-def _memory_before(
+def memory_before(
     pool_ptr, page, memory_at, page_floats, within, is_key, is_value, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Load columns of a head's memory [BLOCK_K, BLOCK_V]; zeros where there is no page."""
@@ -86,18 +87,23 @@ def _log1p(x):
 
 
 @triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, _log1p(tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def recur(
     convolved_ptr, taken_ptr, out_ptr, changes_ptr, pool_ptr, rate_ptr, rate_bias_ptr, direct_ptr,
-    tokens_ptr, starts_ptr, taken_stride, page_floats, memory_at, q_at, k_at, v_at, rates_at, betas_at,
+    tokens_ptr, chunks_ptr, taken_stride, page_floats, memory_at, q_at, k_at, v_at, rates_at, betas_at,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CORRECTS: tl.constexpr, HAS_DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Bring a chunk's tokens to some columns of one head's memory, and read it into out: float32.
 
-    For each token, memory = left * memory + k learnt, where left is exp(rate * step). The delta rule learns
+    For each token, memory = exp(decay) * memory + k learnt, where decay is rate * step. The delta rule learns
     beta * (v - k memory), others step * v; it reads q memory. out: [tokens, HEADS, VALUE_DIM].
-    changes: of each token k [GROUPS, KEY_DIM], what is learnt [HEADS, VALUE_DIM], what is left [HEADS].
-    Grid: (chunks, heads, blocks of columns).
+    changes: of each token k [GROUPS, KEY_DIM], what is learnt [HEADS, VALUE_DIM], decays [HEADS].
+    chunks: of each its first token, and the one behind its last. Grid: (chunks, heads, blocks of columns).
     """
     chunk, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key, value = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -105,9 +111,9 @@ def recur(
     within = key[:, None] * VALUE_DIM + value[None, :]
     shared: tl.constexpr = HEADS // GROUPS
     at_group = head // shared * KEY_DIM
-    begin, end = tl.load(starts_ptr + chunk), tl.load(starts_ptr + chunk + 1)
+    begin, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
     page = tl.load(tokens_ptr + begin * TOKEN_FIELDS + BEFORE).to(tl.int64)
-    memory = _memory_before(pool_ptr, page, memory_at + head * KEY_DIM * VALUE_DIM, page_floats, within,
+    memory = memory_before(pool_ptr, page, memory_at + head * KEY_DIM * VALUE_DIM, page_floats, within,
                             is_key, is_value, KEY_DIM, BLOCK_K)  # fmt: skip
     rate, rate_bias = tl.load(rate_ptr + head), tl.load(rate_bias_ptr + head)
     says_key = key < tl.where((head % shared == 0) & (block == 0), KEY_DIM, 0)
@@ -118,12 +124,12 @@ def recur(
         k = tl.load(row + k_at + at_group + key, is_key, other=0.0)
         v = tl.load(row + v_at + head * VALUE_DIM + value, is_value, other=0.0)
         given = tl.load(taken + rates_at + head).to(tl.float32) + rate_bias
-        step = tl.where(given > 20.0, given, _log1p(tl.exp(tl.minimum(given, 20.0))))
-        left = tl.exp(rate * step)
-        memory *= left
+        step = softplus(given)
+        decay = rate * step
+        memory *= tl.exp(decay)
         if CORRECTS:
             q, k = _unit(q, KEY_DIM**-0.5), _unit(k, 1.0)
-            beta = _sigmoid(tl.load(taken + betas_at + head).to(tl.float32))
+            beta = sigmoid(tl.load(taken + betas_at + head).to(tl.float32))
             learnt = beta * (v - tl.sum(memory * k[:, None], 0))
         else:
             learnt = step * v
@@ -135,7 +141,7 @@ def recur(
         change = changes_ptr + token * (GROUPS * KEY_DIM + HEADS * (VALUE_DIM + 1))
         tl.store(change + at_group + key, k, says_key)
         tl.store(change + GROUPS * KEY_DIM + head * VALUE_DIM + value, learnt, is_value)
-        tl.store(change + GROUPS * KEY_DIM + HEADS * VALUE_DIM + head, left, block == 0)
+        tl.store(change + GROUPS * KEY_DIM + HEADS * VALUE_DIM + head, decay, block == 0)
 
 
 @triton.jit
@@ -152,7 +158,7 @@ def gate(
     real, at = column < PART, tl.program_id(1) * PART + column
     x = tl.load(made_ptr + token * WIDTH + at, real, other=0.0)
     given = tl.load(taken_ptr + token * taken_stride + gates_at + at, real, other=0.0).to(tl.float32)
-    gates = given * _sigmoid(given)
+    gates = given * sigmoid(given)
     if GATES_FIRST or not HAS_NORM:
         x *= gates
     if HAS_NORM:
@@ -170,7 +176,7 @@ def gate(
 
 @triton.jit
 def keep(
-    changes_ptr, pool_ptr, tokens_ptr, starts_ptr, pages_ptr, changes_stride, page_floats, layer_floats, memory_at,
+    changes_ptr, pool_ptr, tokens_ptr, chunks_ptr, pages_ptr, changes_stride, page_floats, layer_floats, memory_at,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -183,17 +189,17 @@ def keep(
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     within = key[:, None] * VALUE_DIM + value[None, :]
     at_group = head // (HEADS // GROUPS) * KEY_DIM
-    begin, end = tl.load(starts_ptr + chunk), tl.load(starts_ptr + chunk + 1)
+    begin, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
     page = tl.load(tokens_ptr + begin * TOKEN_FIELDS + BEFORE).to(tl.int64)
     changes = changes_ptr + layer.to(tl.int64) * changes_stride
     memory_at += layer * layer_floats + head * KEY_DIM * VALUE_DIM
-    memory = _memory_before(pool_ptr, page, memory_at, page_floats, within, is_key, is_value, KEY_DIM, BLOCK_K)
+    memory = memory_before(pool_ptr, page, memory_at, page_floats, within, is_key, is_value, KEY_DIM, BLOCK_K)
     for place in range(end - begin):
         token = begin.to(tl.int64) + place
         change = changes + token * (GROUPS * KEY_DIM + HEADS * (VALUE_DIM + 1))
         k = tl.load(change + at_group + key, is_key, other=0.0)
         learnt = tl.load(change + GROUPS * KEY_DIM + head * VALUE_DIM + value, is_value, other=0.0)
-        left = tl.load(change + GROUPS * KEY_DIM + HEADS * VALUE_DIM + head)
+        left = tl.exp(tl.load(change + GROUPS * KEY_DIM + HEADS * VALUE_DIM + head))
         memory = tl.fma(k[:, None], learnt[None, :], memory * left)
         piece = tl.load(tokens_ptr + token * TOKEN_FIELDS + PIECE)
         if piece >= 0:

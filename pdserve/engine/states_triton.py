@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch
-from pdserve.kernels.states import PagedStates, StatesSpec
+from pdserve.kernels.states import MAX_BLOCKED_KEY_DIM, PagedStates, StatesSpec
 from pdserve.model.attention import Recurs
 from pdserve.model.config import ModelConfig
 from pdserve.model.layer_groups import LayerGroup
@@ -18,11 +18,12 @@ def states_spec(config: ModelConfig, span: int, max_tokens: int, max_seqs: int) 
     span: the tokens of a page. ValueError names what the kernels do not serve.
     """
     found = [each for each in config.design.recurrent if each is not None]
-    alike = {(each.state_parts, each.changes) for each in found}
+    alike = {(each.state_parts, each.changes, each.products, each.keys) for each in found}
     if len(alike) > 1:
         raise ValueError(f"layers keep states of {len(alike)} shapes, and the kernels serve one")
-    ((parts, changes),) = alike
-    return StatesSpec(len(found), parts[0], sum(parts[1:]), changes, span, max_tokens, max_seqs)
+    ((parts, changes, products, keys),) = alike
+    products = products if keys <= MAX_BLOCKED_KEY_DIM else 0
+    return StatesSpec(len(found), parts[0], sum(parts[1:]), changes, span, max_tokens, max_seqs, products=products)
 
 
 class TritonStates:

@@ -2,6 +2,7 @@
 
 `state_parts` counts float32 values: of the last inputs of a convolution, and of a memory where there is one. `changes`
 counts those by which a token changes the memory: keys, and of each head what it learns and how much is left.
+`products` counts those of a token with each other one that is computed at once, and `keys` the features of each factor.
 `token_values` counts what a token needs while its layer is computed: values of the model's type, and of float32.
 """
 
@@ -24,6 +25,14 @@ class ShortConv:
 
     @property
     def changes(self) -> int:
+        return 0
+
+    @property
+    def products(self) -> int:
+        return 0
+
+    @property
+    def keys(self) -> int:
         return 0
 
     @property
@@ -55,6 +64,14 @@ class GatedDelta:
     @property
     def changes(self) -> int:
         return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+
+    @property
+    def products(self) -> int:
+        return 2 * self.value_heads
+
+    @property
+    def keys(self) -> int:
+        return self.key_dim
 
     @property
     def token_values(self) -> tuple[int, int]:
@@ -93,6 +110,14 @@ class StateSpace:
     @property
     def changes(self) -> int:
         return self.groups * self.state_dim + self.heads * (self.head_dim + 1)
+
+    @property
+    def products(self) -> int:
+        return self.heads
+
+    @property
+    def keys(self) -> int:
+        return self.state_dim
 
     @property
     def token_values(self) -> tuple[int, int]:

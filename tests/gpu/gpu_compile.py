@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import gpu_attention
 import gpu_coded
+import gpu_states
 import torch
 from gpu_device import Device, device_of
 from gpu_engine import FAMILIES, small_runner
@@ -63,7 +64,7 @@ def _kernels(device: Device) -> dict[str, Job[None]]:
         for load in {(each.spec, each.tile, each.shape.size is None): each for each in loads}.values()
     }
     jobs["the CPU engine's library"] = _library
-    jobs |= gpu_coded.jobs(device)
+    jobs |= gpu_coded.jobs(device) | gpu_states.jobs(device)
     return jobs | {f"sampler {dtype}": partial(_sampler, dtype) for dtype in (torch.bfloat16, torch.float32)}
 
 

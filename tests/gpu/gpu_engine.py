@@ -60,7 +60,7 @@ PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
 DRY_LENS, DRY_TOKENS = (15, 17, 3), 2
 CHECK_EOS = 5
-CHECK_LIMITS = Limits(6, 48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}), num_speculative_tokens=3)
+CHECK_LIMITS = Limits(6, 80, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}), num_speculative_tokens=3)
 GUESSING = replace(CHECK_LIMITS, guesser=NgramLookup(1, 4))
 DRAFTING = replace(CHECK_LIMITS, guesser=DraftsBy(DraftSource.DRAFT_MODEL, CHECK_LIMITS.max_model_len))
 DRAFTING_FAMILY = "qwen3 4/2"  # right about itself, and nearly always wrong about others

@@ -12,6 +12,7 @@ import gpu_pages
 import gpu_ranks
 import gpu_rows_bench
 import gpu_sampler
+import gpu_states
 import gpu_steps
 import gpu_throughput
 import gpu_worker
@@ -30,6 +31,7 @@ _ALL = (
     Section("latents", 30, gpu_attention.latents),
     Section("sampler", 20, gpu_sampler.cases),
     Section("coded", 40, gpu_coded.cases),
+    Section("states", 30, gpu_states.cases),
     Section("steps", 40, gpu_steps.cases),
     Section("end_to_end", 70, gpu_throughput.end_to_end),
     Section("handoff", 60, gpu_handoff.nixl),

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from kernel_catalog import of_tokens
 from recurrences import KINDS, drawn, expected, layer, num_inputs
 
 from pdserve.kernels.cpu.states import Recurrence
@@ -18,8 +19,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
 
 def spec_of(of: Recurrence, max_tokens: int, num_layers: int = NUM_LAYERS) -> StatesSpec:
-    heads = of.heads
-    changes = 0 if heads is None else heads.groups * heads.key_dim + heads.count * (heads.value_dim + 1)
+    changes, _ = of_tokens(of)
     return StatesSpec(num_layers, of.kept_inputs, of.memory, changes, SPAN, max_tokens, len(LENGTHS) + ROOM)
 
 

@@ -119,11 +119,20 @@ def num_taken(of: Recurrence) -> int:
     return of.width + channels + of.heads.count * (1 if of.heads.betas_at is None else 2)
 
 
+def of_tokens(of: Recurrence) -> tuple[int, int]:
+    """Return by how many values a token changes a memory, and its products with each token of a block."""
+    heads = of.heads
+    if heads is None:
+        return 0, 0
+    changes = heads.groups * heads.key_dim + heads.count * (heads.value_dim + 1)
+    return changes, heads.count * (1 if heads.betas_at is None else 2)
+
+
 def states_spec_of(of: Recurrence, num_layers: int, max_tokens: int, max_seqs: int) -> states.StatesSpec:
     """Return what the kernels are to know of some such layers."""
-    heads = of.heads
-    changes = 0 if heads is None else heads.groups * heads.key_dim + heads.count * (heads.value_dim + 1)
-    return states.StatesSpec(num_layers, of.kept_inputs, of.memory, changes, 1024, max_tokens, max_seqs)
+    changes, products = of_tokens(of)
+    counts = num_layers, of.kept_inputs, of.memory, changes, 1024, max_tokens, max_seqs
+    return states.StatesSpec(*counts, products=products)
 
 
 def _floats(device: torch.device, *shape: int) -> Tensor:

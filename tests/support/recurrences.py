@@ -1,5 +1,7 @@
 """Random layers that keep a state, and what they compute: the formulas in float64, token by token."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -7,6 +9,16 @@ from torch.nn.functional import silu, softplus
 from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
 
 KINDS = ("conv", "delta", "delta of two widths", "delta of wide heads", "space", "space without norm", "norm first")
+SIZES = {  # heads, groups of them, features of keys and of values
+    "delta": (6, 2, 16, 24),
+    "delta of two widths": (2, 1, 9, 70),
+    "delta of wide heads": (2, 2, 128, 128),
+    "delta of 64": (2, 1, 64, 64),
+    "delta of 128": (1, 1, 128, 128),
+    "space of 64": (2, 1, 128, 64),
+    "space of 128": (1, 1, 256, 128),
+}
+GATES = ("strong", "weak", "both", "alike")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -17,10 +29,8 @@ def layer(kind: str, dtype: torch.dtype) -> Recurrence:
     """Return a random layer, and the features of its inputs."""
     if kind == "conv":
         return Recurrence(weight=drawn(3, 21), bias=drawn(21), inputs_at=42, gates_at=21)
-    is_space = kind not in ("delta", "delta of two widths", "delta of wide heads")
-    count, groups, key_dim, value_dim = {
-        "delta": (6, 2, 16, 24), "delta of two widths": (2, 1, 9, 70), "delta of wide heads": (2, 2, 128, 128),
-    }.get(kind, (4, 2, 24, 20))  # fmt: skip
+    is_space = not kind.startswith("delta")
+    count, groups, key_dim, value_dim = SIZES.get(kind, (4, 2, 24, 20))
     keys, values = groups * key_dim, count * value_dim
     channels = 2 * keys + values
     gating = Gating(norm=(1 + 0.1 * drawn(value_dim)).to(dtype), part=value_dim, eps=1e-6, rounds=True)
@@ -36,6 +46,33 @@ def layer(kind: str, dtype: torch.dtype) -> Recurrence:
     )  # fmt: skip
     bias = drawn(channels) if is_space else None
     return Recurrence(weight=drawn(4, channels) / 2, bias=bias, inputs_at=values, gates_at=0, heads=heads)
+
+
+def gated_by(gates: str, of: Recurrence, taken: Tensor) -> tuple[Recurrence, Tensor]:
+    """Return a layer and inputs with strong or weak gates, with both side by side, or of tokens that are alike.
+
+    Strong gates leave nothing; weak ones nearly all. Tokens that are alike correct each other entirely.
+    """
+    heads = of.heads
+    assert heads is not None
+    rate, bias = torch.ones_like(heads.rate), heads.rate_bias
+    rates = slice(heads.rates_at, heads.rates_at + heads.count)
+    taken = taken.clone()
+    match gates:
+        case "strong":
+            return replace(of, heads=replace(heads, rate=-300 * rate, rate_bias=bias + 5)), taken
+        case "weak":
+            return replace(of, heads=replace(heads, rate=-1e-4 * rate, rate_bias=bias)), taken
+        case "both":
+            taken[:, rates] *= 12.0
+            return replace(of, heads=replace(heads, rate=-10 * rate, rate_bias=bias)), taken
+        case "alike":
+            taken[:] = taken[0]
+            if heads.betas_at is not None:
+                taken[:, heads.betas_at : heads.betas_at + heads.count] = 12.0
+            return replace(of, heads=replace(heads, rate=-1e-4 * rate, rate_bias=bias)), taken
+        case _:
+            raise ValueError(gates)
 
 
 def num_inputs(of: Recurrence) -> int:

@@ -3,12 +3,14 @@
 import itertools
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from launch_grids import Grids
 from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
 from spoilt_pages import LIMITS, Engine
 from torch import Tensor
@@ -16,6 +18,7 @@ from whole_triton import triton_attention
 
 from pdserve.base.ids import PageId
 from pdserve.checkpoint.hf_directory import open_directory, read_weights
+from pdserve.engine import states_triton
 from pdserve.engine.gpu_memory import step_bytes
 from pdserve.engine.layer_kinds import paging_of, pool_size
 from pdserve.engine.runner_cuda import CudaRunner
@@ -23,6 +26,8 @@ from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.states_triton import TritonStates, states_spec
 from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.kernels.device import state_blocks
+from pdserve.kernels.states import BLOCK, MAX_BLOCKED_KEY_DIM, MIN_BLOCKED, StatesSpec
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.family import Model, Tensors
@@ -39,6 +44,8 @@ SHAPES = {
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
     "lfm2": {},
 }
+WITH_HEADS = tuple(each for each in STATES if each != "lfm2")
+ALWAYS = (("qwen3-next", 8), ("lfm2", MIN_BLOCKED))
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
@@ -52,9 +59,21 @@ of_families = pytest.mark.parametrize(
 )
 
 
-@of_families
-def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(family: str, tmp_path: Path) -> None:
-    """Prompts come in chunks beside sequences that decode; in few pages they are preempted, in more found again."""
+@pytest.mark.parametrize(
+    ("family", "min_blocked"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long)
+        for case in [*itertools.product(WITH_HEADS, (8, MIN_BLOCKED)), ("lfm2", MIN_BLOCKED)]
+    ],
+)
+def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(
+    family: str, min_blocked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come in chunks beside sequences that decode; in few pages they are preempted, in more found again.
+
+    Chunks of 8 tokens and more are computed in blocks, or all of them token by token.
+    """
+    monkeypatch.setattr(states_triton, "StatesSpec", partial(StatesSpec, min_blocked=min_blocked))
     folder = write_model(family, tmp_path, **SHAPES[family])
     model, oracle = loaded(folder), load_oracle(folder)
     paging = paging_of(layer_groups(model.config, 16, powers_of_two=True))
@@ -72,6 +91,23 @@ def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(fam
     for prompts, tokens in ((few, engine.tokens), (more, again.tokens)):
         for number, token_ids in enumerate(prompts):
             assert first_disagreement(oracle, token_ids, tokens[number]) is None
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.long) for each in WITH_HEADS])
+def test_long_prompts_are_computed_in_full_blocks_and_give_the_tokens_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is cut within a block, and goes on from there."""
+    folder = write_model(family, tmp_path, **SHAPES[family])
+    limits = replace(LIMITS, max_num_batched_tokens=400)
+    prompts = [prompt(150), prompt(70, 3), prompt(9)]
+    grids = Grids.of(monkeypatch, state_blocks, "within_blocks")
+    for chunk_tokens in (100, 400):
+        runner = CudaRunner(loaded(folder), 20, 64, limits)
+        found = greedy_texts(runner, prompts, 5, chunk_tokens)
+        for token_ids, answer in zip(prompts, found, strict=True):
+            assert first_disagreement(load_oracle(folder), token_ids, answer) is None
+    assert max(num_blocks for num_blocks, _ in grids.seen) >= 4
 
 
 @pytest.mark.parametrize("family", ["falcon-h1", "lfm2"])
@@ -152,8 +188,15 @@ def test_a_gpu_has_room_for_what_the_largest_step_keeps_beside_states(tmp_path: 
     assert isinstance(states, TritonStates)
     kept = [tensor for tensor in vars(states._paged).values() if isinstance(tensor, Tensor)]
     beside = sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() != runner.kv.data_ptr())
-    assert beside >= 4 * num_layers * 100 * each.changes
+    assert beside >= 4 * 100 * (num_layers * each.changes + BLOCK * each.products)
     assert states_spec(model.config, runner.groups[0].page_size, 100, 4).kept_bytes == beside
     larger = replace(limits, max_num_batched_tokens=101)
     more = step_bytes(model, larger) - step_bytes(model, limits)
     assert more >= model.activation_bytes() + 4 * num_layers * each.changes
+
+
+def test_keys_of_too_many_features_are_never_computed_in_blocks(tmp_path: Path) -> None:
+    for width, products in ((MAX_BLOCKED_KEY_DIM, 6), (MAX_BLOCKED_KEY_DIM + 1, 0)):
+        folder = write_model("falcon-h1", tmp_path / str(width), mamba_d_state=width)
+        config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        assert states_spec(config, 64, 100, 4).products == products
