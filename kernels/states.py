@@ -184,19 +184,20 @@ class PagedStates:
         plan, at, corrects = self._planned(), heads.places, heads.betas_at is not None
         require(self._spec.products == heads.count * (1 + corrects), "products must be of all heads")
         block_k, block_v, num_blocks = _parts(heads, BLOCKED_MEMORY, least=LEAST_OF_PRODUCTS)
+        keys = min(block_k, BLOCKED_KEYS)
         changes, products = self._changes[place], self._products
         state_blocks.within_blocks[len(plan.blocks), heads.count](
             convolved, taken, changes, products, heads.rate, heads.rate_bias, plan.blocks,
             taken.stride(0), at["q"], at["k"], heads.rates_at, heads.betas_at or 0,
-            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, KEYS=min(block_k, BLOCKED_KEYS),
-            CORRECTS=corrects, num_warps=4,
+            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, KEYS=keys,
+            CORRECTS=corrects, num_warps=4, num_stages=1,
         )  # fmt: skip
         state_blocks.across_blocks[len(plan.long), heads.count, num_blocks](
             convolved, taken, made, changes, products, self._pool, heads.rate_bias,
             heads.rate if heads.direct is None else heads.direct, plan.tokens, plan.long, plan.blocks,
             taken.stride(0), self._pool.shape[1], self._memory_at(place), at["q"], at["v"], heads.rates_at,
-            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, BLOCK_K=block_k, BLOCK_V=block_v,
-            CORRECTS=corrects, HAS_DIRECT=heads.direct is not None, num_warps=4,
+            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, KEYS=keys, TURNS=block_k // keys,
+            BLOCK_V=block_v, CORRECTS=corrects, HAS_DIRECT=heads.direct is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def keep(self) -> None:
@@ -222,10 +223,11 @@ class PagedStates:
     def _keep_long(self, heads: Heads) -> None:
         plan, changes = self._planned(), self._changes
         block_k, block_v, num_blocks = _parts(heads, BLOCKED_MEMORY, least=LEAST_OF_PRODUCTS)
+        keys = min(block_k, BLOCKED_KEYS)
         state_blocks.keep_blocks[len(plan.long), len(changes) * heads.count, num_blocks](
             changes, self._pool, plan.tokens, plan.long, plan.blocks, plan.pages,
             changes.stride(0), self._pool.shape[1], self._by_layer.shape[2], self._memory_at(0),
-            **_sizes(heads), BLOCK=BLOCK, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
+            **_sizes(heads), BLOCK=BLOCK, KEYS=keys, TURNS=block_k // keys, BLOCK_V=block_v, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _memory_at(self, place: int) -> int:

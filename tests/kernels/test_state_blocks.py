@@ -23,7 +23,7 @@ from pdserve.kernels.states import BLOCK, MIN_BLOCKED, PagedStates, StatesSpec
 
 SPAN = 2 * BLOCK
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
-FEW, MANY = (1, 63, 64, 65), (1, 63, 64, 65, 200, 1000)  # tokens of sequences
+FEW, MANY = (1, 63, 65), (1, 63, 64, 65, 200, 1000)  # tokens of sequences
 ALL_KINDS = ("delta of 64", "delta of 128", "space of 64", "space of 128", "delta of two widths", "space")
 
 
@@ -82,20 +82,26 @@ def test_sequences_of_unlike_lengths_in_one_step_are_the_formulas(
         assert_near(got, expected(of, each), dtype)
 
 
-@pytest.mark.parametrize("kind", ["delta of two widths", *(pytest.param(k, marks=pytest.mark.long) for k in ALL_KINDS)])
-def test_a_chunk_goes_on_from_any_state_and_leaves_those_at_the_ends_of_pages(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [
+        ("delta of two widths", (0, 64, SPAN + 4)),
+        *(pytest.param(kind, (0, 70, 71, 90, 2 * SPAN, 2 * SPAN + 20), marks=pytest.mark.long) for kind in ALL_KINDS),
+    ],
+)
+def test_a_chunk_goes_on_from_any_state_and_leaves_those_at_the_ends_of_pages(kind: str, cuts: Sequence[int]) -> None:
     """Whatever computed it: one token, a short chunk or a long one. A second sequence goes on from a full page."""
     of = layer(kind, torch.float32)
-    length, first = 2 * SPAN + 20, drawn(2 * SPAN + 20, num_inputs(of))
+    *_, length = cuts
+    first = drawn(length, num_inputs(of))
     blocked, single = (
         Sequences(of, [first, torch.cat((first[:SPAN], drawn(70, num_inputs(of), seed=1)))], least)
         for least in (MIN_BLOCKED, 10_000)
     )
-    cuts = (0, 70, 71, 90, 2 * SPAN, length)
     made = torch.cat([blocked.step((0, *cut))[0] for cut in pairwise(cuts)])
     assert_near(made, expected(of, first), torch.float32)
     single.step((0, 0, length))
-    for each in (SPAN, 2 * SPAN, length):
+    for each in (*range(SPAN, length, SPAN), length):
         assert_near(blocked.state(0, each), single.state(0, each), torch.float32)
     blocked.table[1, 0] = blocked.table[0, 0]
     (made,) = blocked.step((1, SPAN, SPAN + 70))
@@ -128,8 +134,7 @@ def test_short_chunks_are_computed_token_by_token_beside_long_ones(monkeypatch: 
             (state_blocks, "across_blocks"),
         )
     )
-    taken = inputs(of, (MIN_BLOCKED - 1, MIN_BLOCKED), torch.float32)
-    Sequences(of, taken).step((0, 0, MIN_BLOCKED - 1), (1, 0, MIN_BLOCKED))
+    Sequences(of, inputs(of, (7, 8), torch.float32), min_blocked=8).step((0, 0, 7), (1, 0, 8))
     assert (short.seen, within.seen, across.seen) == ([(1, 4, 1)], [(1, 4)], [(1, 4, 1)])
 
 
