@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels import experts, pageio, products, sample, states
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
+from pdserve.kernels.attention_plan import Ints
 from pdserve.kernels.code_blocks import BLOCK, CodeBlocks, Kind
 from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
 from pdserve.kernels.tuning import Device
@@ -75,9 +76,12 @@ def page_cases() -> list[Case]:
 
 
 def state_cases() -> list[Case]:
-    """List recurrences over states, of single tokens and of a prompt beside them, with what keeps states."""
+    """List recurrences over states, of tokens one by one and of blocks, with what keeps states."""
     layers = {"delta net": delta_net(META), "state space": state_space(META), "short convolution": short_conv(META)}
-    return [Case(name, lambda chip, of=of: _recur(of), hot=True) for name, of in layers.items()]  # type: ignore[misc]
+    few, many = np.array([1, ROWS // 2]), np.array([ROWS])
+    found = [Case(name, partial(_recur, of, few), hot=True) for name, of in layers.items()]
+    with_heads = [(name, of) for name, of in layers.items() if of.heads is not None]
+    return [*found, *(Case(f"{name} in blocks", partial(_recur, of, many)) for name, of in with_heads)]
 
 
 def delta_net(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Recurrence:
@@ -139,12 +143,13 @@ def _floats(device: torch.device, *shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float32, device=device)
 
 
-def _recur(of: Recurrence) -> None:
+def _recur(of: Recurrence, lens: Ints, chip: Device) -> None:
+    del chip
     spec = states_spec_of(of, 2, 2 * ROWS, ROWS)
     pool = _empty(64, 2 * (of.kept_inputs + of.memory), dtype=torch.float32)
-    paged, lens = states.PagedStates(pool, spec), np.array([1, ROWS])
-    paged.plan(np.zeros((2, 4), dtype=np.int64), lens, np.array([70, 2 * ROWS]))
-    paged.recur(of, 1, _empty(1 + ROWS, num_taken(of)))
+    paged = states.PagedStates(pool, spec)
+    paged.plan(np.zeros((len(lens), 4), dtype=np.int64), lens, 70 + lens)
+    paged.recur(of, 1, _empty(int(lens.sum()), num_taken(of)))
     paged.keep()
 
 
