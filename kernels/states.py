@@ -26,7 +26,8 @@ MEMORY = 2048  # values of a head's memory that a program has in registers
 MAX_KEY_DIM = MEMORY
 TOKEN_FIELDS = 3
 BLOCK = 64  # tokens that are computed at once
-BLOCKED_KEYS = 64  # features of keys whose products are summed up at once
+MULTIPLIED_KEYS = 32  # features of keys that are multiplied with each other at once: more spill on Hopper
+BLOCKED_KEYS = 64  # rows of a memory that are multiplied at once
 BLOCKED_MEMORY = 4096  # values of a head's memory that a program passes from block to block
 MAX_BLOCKED_KEY_DIM = 256
 LEAST_OF_PRODUCTS = 16  # rows and columns of matrices that are multiplied
@@ -189,8 +190,8 @@ class PagedStates:
         state_blocks.within_blocks[len(plan.blocks), heads.count](
             convolved, taken, changes, products, heads.rate, heads.rate_bias, plan.blocks,
             taken.stride(0), at["q"], at["k"], heads.rates_at, heads.betas_at or 0,
-            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK, KEYS=keys,
-            CORRECTS=corrects, num_warps=4, num_stages=1,
+            CHANNELS=convolved.shape[1], **_sizes(heads), BLOCK=BLOCK,
+            KEYS=min(block_k, MULTIPLIED_KEYS), CORRECTS=corrects, num_warps=4, num_stages=1,
         )  # fmt: skip
         state_blocks.across_blocks[len(plan.long), heads.count, num_blocks](
             convolved, taken, made, changes, products, self._pool, heads.rate_bias,
