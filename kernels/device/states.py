@@ -71,7 +71,7 @@ def _unit(x, length):
 
 
 @triton.jit
-def memory_before(
+def _memory_before(
     pool_ptr, page, memory_at, page_floats, within, is_key, is_value, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Load columns of a head's memory [BLOCK_K, BLOCK_V]; zeros where there is no page."""
@@ -113,7 +113,7 @@ def recur(
     at_group = head // shared * KEY_DIM
     begin, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
     page = tl.load(tokens_ptr + begin * TOKEN_FIELDS + BEFORE).to(tl.int64)
-    memory = memory_before(pool_ptr, page, memory_at + head * KEY_DIM * VALUE_DIM, page_floats, within,
+    memory = _memory_before(pool_ptr, page, memory_at + head * KEY_DIM * VALUE_DIM, page_floats, within,
                             is_key, is_value, KEY_DIM, BLOCK_K)  # fmt: skip
     rate, rate_bias = tl.load(rate_ptr + head), tl.load(rate_bias_ptr + head)
     says_key = key < tl.where((head % shared == 0) & (block == 0), KEY_DIM, 0)
@@ -193,7 +193,7 @@ def keep(
     page = tl.load(tokens_ptr + begin * TOKEN_FIELDS + BEFORE).to(tl.int64)
     changes = changes_ptr + layer.to(tl.int64) * changes_stride
     memory_at += layer * layer_floats + head * KEY_DIM * VALUE_DIM
-    memory = memory_before(pool_ptr, page, memory_at, page_floats, within, is_key, is_value, KEY_DIM, BLOCK_K)
+    memory = _memory_before(pool_ptr, page, memory_at, page_floats, within, is_key, is_value, KEY_DIM, BLOCK_K)
     for place in range(end - begin):
         token = begin.to(tl.int64) + place
         change = changes + token * (GROUPS * KEY_DIM + HEADS * (VALUE_DIM + 1))
