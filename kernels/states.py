@@ -137,7 +137,8 @@ class PagedStates:
             padding = np.arange(num_tokens, len(tokens))  # chunks of a token each
             short = np.concatenate((short, _ranges(padding, padding + 1)))
         long = _ranges(np.cumsum(counts) - counts, np.cumsum(counts))
-        self._plan = _Plan(*self._staging.send(tokens, short, long, blocks, pages), num_short, num_tokens)
+        sent = self._staging.send(tokens, short, long, blocks, pages)
+        self._plan = _Plan(sent[0], sent[1], sent[2], sent[3], sent[4], num_short, num_tokens)
 
     def recur(self, of: Recurrence, place: int, taken: Tensor) -> Tensor:
         """Return what a layer makes of its inputs: [num_tokens, `of.width`].

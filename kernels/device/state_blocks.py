@@ -145,7 +145,8 @@ def _memories(
         key = turn * KEYS + tl.arange(0, KEYS)
         real = (value < VALUE_DIM)[None, :] & (key < tl.where(page >= 0, KEY_DIM, 0))[:, None]
         at = pool_ptr + page * page_floats + memory_at
-        memories += (tl.load(at + key[:, None] * VALUE_DIM + value[None, :], real, other=0.0),)
+        part = tl.load(at + key[:, None] * VALUE_DIM + value[None, :], real, other=0.0)
+        memories += (part,)  # type: ignore[assignment]
     return memories
 
 
@@ -159,7 +160,7 @@ def _after(
     for turn in tl.static_range(TURNS):
         k = _loaded(k_ptr, place, turn * KEYS + tl.arange(0, KEYS), count, STRIDE, KEY_DIM)
         added = _multiplied(tl.trans(k * tl.exp(behind)[:, None]), learnt)
-        changed += (memories[turn] * tl.exp(tl.min(total, 0)) + added,)
+        changed += (memories[turn] * tl.exp(tl.min(total, 0)) + added,)  # type: ignore[assignment]
     return changed
 
 

@@ -105,7 +105,7 @@ class _Prompt:
 
 def moved(of: T, device: torch.device) -> T:
     """Return a layer whose tensors are on a device."""
-    changed = {}
+    changed: dict[str, object] = {}
     for field in fields(of):  # type: ignore[arg-type]
         value = getattr(of, field.name)
         if isinstance(value, Tensor):

@@ -87,7 +87,7 @@ def expected(of: Recurrence, taken: Tensor) -> Tensor:
     if of.heads is None:
         inputs = (x[:, :channels] * inputs).to(taken.dtype).double()
     padded = torch.cat((inputs.new_zeros(kernel - 1, channels), inputs))
-    sums = sum(padded[i : i + len(x)] * of.weight[i].double() for i in range(kernel))
+    sums = torch.stack([padded[i : i + len(x)] * of.weight[i].double() for i in range(kernel)]).sum(0)
     sums = sums + (0.0 if of.bias is None else of.bias.double())
     if of.heads is None:
         return gates * sums
