@@ -5,7 +5,7 @@ Pages hold two full blocks.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def cases(kinds: Sequence[str]) -> list[object]:
-    always = (("delta of two widths", torch.float32, FEW), ("space", torch.bfloat16, FEW))
+    always = (("delta of two widths", torch.float32, FEW), ("space", torch.bfloat16, (66,)))
     return [
         *(pytest.param(*case) for case in always),
         *(pytest.param(kind, dtype, MANY, marks=pytest.mark.long) for kind in kinds for dtype in CLOSE),
@@ -108,11 +108,13 @@ def test_a_chunk_goes_on_from_any_state_and_leaves_those_at_the_ends_of_pages(ki
     assert_near(made, expected(of, blocked.taken[1])[SPAN:], torch.float32)
 
 
-@pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize(
-    "kind",
-    ["delta of two widths", "space", *(pytest.param(f"{k} of 64", marks=pytest.mark.long) for k in ("delta", "space"))],
-)
+    ("kind", "gates"),
+    [
+        ("delta of two widths", "both"), ("delta of two widths", "alike"), ("space", "both"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in product(("delta of 64", "space of 64"), GATES)),
+    ],
+)  # fmt: skip
 def test_gates_of_any_strength_are_the_formulas(kind: str, gates: str) -> None:
     of = layer(kind, torch.float32)
     length = 200 if kind.endswith("64") else 70
