@@ -16,7 +16,6 @@ from pdserve.base.errors import ConfigError
 from pdserve.net.credentials import Connections, NoteCallers, public_credentials
 from pdserve.net.health import HealthMethods
 from pdserve.net.rpc import LAST_WORDS_S, check_bind, listen, running, server_options
-from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from pdserve.proto.v1.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.dialects.open_inference import OpenInference
@@ -146,7 +145,7 @@ def _server(config: EndpointConfig, models: Models, shown: HealthMethods) -> grp
         interceptors=interceptors,
         options=server_options(HARD_LIMIT_BYTES, shares_port=config.may_share_ports),
     )
-    add_InferenceServiceServicer_to_server(InferenceEndpoint(models), server)
+    InferenceEndpoint(models).add_to(server)
     shown.add_to(server, may_watch=True)
     add_GRPCInferenceServiceServicer_to_server(OpenInference(models), server)
     if _serves_vllm_engine(models):

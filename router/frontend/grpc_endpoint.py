@@ -8,18 +8,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from functools import partial
 from math import inf
-from typing import Never, TypeAlias, cast
+from typing import Any, Never, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from pdserve.base.errors import InvariantError
 from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
 from pdserve.protocol.inference import logprobs_to_proto
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, Status
 from pdserve.router import wire
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import Clients, bearer
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.models import Models
@@ -45,74 +46,62 @@ def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None
         request.tracestate = ",".join(given.get("tracestate", ()))
 
 
-class CallWriter:
-    """Writes the replies of one call, one at a time, whichever of its requests they are of."""
-
-    def __init__(self, context: AnyContext) -> None:
-        self._context = context
-        self._lock = asyncio.Lock()
-        self._is_begun = False  # the call's initial metadata have been sent
-
-    async def write(self, replies: Iterable[object]) -> None:
-        """Return once the replies have been passed on. After a write that fails, or is cancelled, the call ends."""
-        await self._lock.acquire()  # and kept then: gRPC takes no other write
-        for reply in replies:
-            if not self._is_begun:
-                await self._begin()
-            await self._context.write(reply)
-        self._lock.release()
-
-    async def _begin(self) -> None:
-        """Send the metadata apart: gRPC aborts no call meanwhile, and would send those of a dropped write again."""
-        sending = asyncio.ensure_future(self._context.send_initial_metadata(()))
-        try:
-            await asyncio.shield(sending)
-        finally:
-            await asyncio.wait((sending,))
-        self._is_begun = True
-
-
 class CallSink:
-    """The `Sink` of an answer: the task of its call writes what was gained."""
+    """The `Sink` of an answer that a gRPC call writes."""
 
-    def __init__(self) -> None:
-        self.gained: asyncio.Queue[tuple[Sequence[Gain], Outcome | None]] = asyncio.Queue()  # one at most
-        self.slow_reader: Refused | None = None
-        self._task = asyncio.current_task()
+    def __init__(self, writer: CallWriter, replies: Replies) -> None:
+        self.answer: Answer | None = None  # to be set before the event loop runs next
+        self._writer = writer
+        self._replies = replies
+        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
-        self.gained.put_nowait((gains, outcome))
-        return False
+        if self.answer is None:
+            raise InvariantError("an answer gained something before its request was admitted")
+        try:
+            is_free = self._writer.write(self._replies(self.answer, gains, outcome))
+        except Exception as error:  # noqa: BLE001 - it ends this call alone, whose handler raises it
+            self._end(error)
+            return False
+        if outcome is not None:
+            self._end(outcome)
+        elif not is_free:
+            self._writer.when_free(self.answer.resume)
+        return is_free
 
     def cut_off(self, outcome: Refused) -> None:
-        self.slow_reader = outcome
-        if self._task is not None:
-            self._task.cancel()
+        self._end(RefusedError(outcome))
+
+    def _end(self, how: Outcome | Exception) -> None:
+        if self._outcome.done():
+            return  # the client has gone, or the server stops
+        if isinstance(how, Exception):
+            self._outcome.set_exception(how)
+        else:
+            self._outcome.set_result(how)
+
+    async def end(self) -> None:
+        """Return when all replies are written. Raises RefusedError."""
+        outcome = await self._outcome
+        await self._writer.drain()
+        if isinstance(outcome, Refused):
+            raise RefusedError(outcome)
 
 
 async def read_answer(
     intake: Intake, request: inference.GenerateRequest, context: AnyContext, writer: CallWriter, replies: Replies
 ) -> None:
     """Open a call's request and write the replies to the end of its answer. Raises RefusedError."""
-    sink, outcome = CallSink(), None
+    sink = CallSink(writer, replies)
     _take_trace(request, context)
     remaining_s: float | None = context.time_remaining()
     left_s = inf if remaining_s is None else max(0.0, remaining_s)
     answer = await intake.accept(request, sink, bearer(context.invocation_metadata()), left_s)
+    sink.answer = answer
     try:
-        while outcome is None:
-            gains, outcome = await sink.gained.get()
-            await writer.write(replies(answer, gains, outcome))
-            answer.resume()
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if sink.slow_reader is None or task is None or task.uncancel():
-            raise  # the client has gone, or the server stops
-        raise RefusedError(sink.slow_reader) from None
+        await sink.end()
     finally:
         intake.leave(answer)
-    if isinstance(outcome, Refused):
-        raise RefusedError(outcome)
 
 
 @asynccontextmanager
@@ -195,11 +184,23 @@ class LimitSizes(grpc.aio.ServerInterceptor):
 # ---- InferenceService
 
 
-def reply_of(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> list[inference.GenerateResponse]:
-    """Return a GenerateResponse; none if the client would learn nothing from it."""
-    reply = inference.GenerateResponse(request_id=answer.hex_id)
+def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Outcome | None) -> bytes:
+    """Return a GenerateResponse as bytes; empty if the client would learn nothing from it."""
+    reply = b"".join([_delta(gain) for gain in gains])
     for gain in gains:
-        reply.deltas.add(
+        if gain.prompt_logprobs:
+            entries = [logprobs_to_proto(entry) for part in gain.prompt_logprobs for entry in part.entries()]
+            reply += inference.GenerateResponse(prompt_logprobs=entries).SerializeToString()
+    if isinstance(outcome, Finished):
+        usage, ledger = wire.usage_message(outcome.usage), wire.ledger_message(outcome.ledger)
+        reply += inference.GenerateResponse(usage=usage, ledger=ledger).SerializeToString()
+    return b"\n\x20" + hex_id.encode() + reply if reply else b""  # field 1, request_id, of 32 bytes
+
+
+def _delta(gain: Gain) -> bytes:
+    """Return a gain as a field `deltas` of GenerateResponse. For most replies the bytes are written by hand."""
+    if gain.index or gain.logprobs or gain.finish_reason:
+        delta = inference.SequenceDelta(
             index=gain.index,
             token_ids=gain.token_ids,
             text=gain.text,
@@ -207,28 +208,57 @@ def reply_of(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> 
             finish_reason=inference.FinishReason.ValueType(gain.finish_reason),
             stop_match=gain.stop_match if isinstance(gain.stop_match, str) else "",
             pooled=gain.pooled,
-        )
-        for part in gain.prompt_logprobs:
-            reply.prompt_logprobs.extend(map(logprobs_to_proto, part.entries()))
-    if isinstance(outcome, Finished):
-        reply.usage.CopyFrom(wire.usage_message(outcome.usage))
-        reply.ledger.CopyFrom(wire.ledger_message(outcome.ledger))
-    return [reply] if gains or reply.HasField("usage") else []
+        ).SerializeToString()
+    else:
+        ids, text = b"".join(map(_varint, gain.token_ids)), gain.text.encode()
+        delta = b"\x12" + _varint(len(ids)) + ids if ids else b""
+        if text:
+            delta += b"\x1a" + _varint(len(text)) + text
+    return b"\x12" + _varint(len(delta)) + delta
 
 
-class InferenceEndpoint(InferenceServiceServicer):
+def _varint(number: int) -> bytes:
+    """Return a number in protobuf's encoding: seven bits a byte, the lowest first."""
+    if number < 1 << 7:
+        return _BYTES[number]
+    low = _BYTES[number & 0x7F | 0x80]
+    if number < 1 << 14:
+        return low + _BYTES[number >> 7]
+    return low + _varint(number >> 7)
+
+
+_BYTES = [bytes([byte]) for byte in range(256)]
+
+
+class InferenceEndpoint:
     """Opens requests at the intake of their model and writes their answers."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def Generate(  # type: ignore[override]  # replies are written to the context
-        self, request: inference.GenerateRequest, context: AnyContext
-    ) -> None:
-        async with denying(context):
-            await read_answer(self._models.of(request.model), request, context, CallWriter(context), reply_of)
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve InferenceService. Generate writes bytes, so its handler has no serializer."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._generate, request_deserializer=inference.GenerateRequest.FromString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self._list_models,
+                request_deserializer=inference.ListModelsRequest.FromString,
+                response_serializer=inference.ListModelsResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
 
-    async def ListModels(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
+    async def _generate(self, request: inference.GenerateRequest, context: AnyContext) -> None:
+        def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> Sequence[bytes]:
+            reply = reply_bytes(answer.hex_id, gains, outcome)
+            return (reply,) if reply else ()
+
+        async with denying(context), CallWriter(context) as writer:
+            await read_answer(self._models.of(request.model), request, context, writer, replies)
+
+    async def _list_models(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
         models = [
             inference.Model(
                 name=name,

@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from router_fakes import TOKENIZER
 
 from pdserve.base.ids import new_request_id
+from pdserve.net.rpc import AnyContext
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Cause, Refused, Status
 from pdserve.protocol.sampling import PromptLogprobs, SamplingParams
 from pdserve.router.frontend.answer import Answer, Gain, Pace, Sink
+from pdserve.router.frontend.call_writer import CallWriter
+from pdserve.router.frontend.grpc_endpoint import CallSink, reply_bytes
 from pdserve.router.requests.commands import Deliver, Finished
 from pdserve.router.requests.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.requests.timeline import Ledger, Usage
@@ -70,6 +74,18 @@ def gain(answer: Answer, token_id: int, index: int = 0, finish_reason: int = 0) 
 
 async def turn() -> None:
     await asyncio.sleep(0)
+
+
+async def test_a_reply_that_cannot_be_made_ends_its_call_alone() -> None:
+    def replies(*_gained: object) -> list[object]:
+        raise ValueError("cannot be made")
+
+    sink = CallSink(CallWriter(cast("AnyContext", None)), replies)  # nothing is written
+    sink.answer = answer_for(sink)
+    gain(sink.answer, 10)
+    await turn()  # what the door raised here would stop the process
+    with pytest.raises(ValueError, match="cannot be made"):
+        await sink.end()
 
 
 async def test_what_comes_in_one_turn_is_written_together() -> None:
@@ -272,6 +288,28 @@ async def test_a_write_that_raises_is_reported_as_what_stops_the_process() -> No
     gain(answer, 10)
     await turn()
     assert [type(error) for error in errors] == [ArithmeticError]
+
+
+@pytest.mark.parametrize(
+    "gained",
+    [
+        Gain(0, [5], "five"),
+        Gain(0, [127, 128, 16383, 16384, 128_000, 2**32 - 1], "é" * 100),
+        Gain(0, [1], ""),
+        Gain(0, [], "late"),
+        Gain(2, [7], "x"),
+        Gain(0, [7], "x", finish_reason=1, stop_match="y"),
+        Gain(0, [7], "x", [inference.TokenLogprobs(chosen=-1.0)]),
+    ],
+)
+def test_replies_put_together_by_hand_are_what_protobuf_makes(gained: Gain) -> None:
+    reply = inference.GenerateResponse.FromString(reply_bytes("ab" * 16, [gained], None))
+    assert reply.request_id == "ab" * 16
+    (delta,) = reply.deltas
+    assert (delta.index, list(delta.token_ids), delta.text) == (gained.index, gained.token_ids, gained.text)
+    assert (delta.finish_reason, delta.stop_match) == (gained.finish_reason, gained.stop_match or "")
+    assert list(delta.logprobs) == gained.logprobs
+    assert reply.ByteSize() == len(reply_bytes("ab" * 16, [gained], None)), "nothing unknown in it"
 
 
 async def test_tokens_after_a_stop_string_are_neither_written_nor_counted() -> None:

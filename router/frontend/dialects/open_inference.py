@@ -15,6 +15,7 @@ from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceService
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.backend import EngineState, Span
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.dialects.open_inference_request import (
     OUTPUTS,
     STREAM,
@@ -24,7 +25,7 @@ from pdserve.router.frontend.dialects.open_inference_request import (
     native,
     reply,
 )
-from pdserve.router.frontend.grpc_endpoint import CallWriter, denying, read_answer, refuse
+from pdserve.router.frontend.grpc_endpoint import denying, read_answer, refuse
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.models import Models
 
@@ -45,12 +46,12 @@ class OpenInference(GRPCInferenceServiceServicer):
             ends.extend(gain.finish_reason for gain in gains)
             return ()
 
-        async with denying(context):
+        async with denying(context), CallWriter(context) as writer:
             asked = native(request)
             if asked.streams:
                 raise invalid(STREAM[0], "ModelStreamInfer streams, this call does not")
             intake = self._models.of(request.model_name)
-            await read_answer(intake, asked.request, context, CallWriter(context), replies)
+            await read_answer(intake, asked.request, context, writer, replies)
         return reply(asked, request, "".join(texts), max(ends))
 
     async def ModelStreamInfer(  # type: ignore[override]  # replies are written to the context
@@ -58,11 +59,12 @@ class OpenInference(GRPCInferenceServiceServicer):
     ) -> None:
         refused: list[Refused] = []
         try:
-            stream = _Stream(self._models, context)
-            async with asyncio.TaskGroup() as tasks:
-                async for request in request_iterator:
-                    await stream.room.acquire()
-                    tasks.create_task(stream.serve(request), name="infer")
+            async with CallWriter(context) as writer:
+                stream = _Stream(self._models, context, writer)
+                async with asyncio.TaskGroup() as tasks:
+                    async for request in request_iterator:
+                        await stream.room.acquire()
+                        tasks.create_task(stream.serve(request), name="infer")
         except* RefusedError as group:
             refused += [error.refused for error in group.exceptions if isinstance(error, RefusedError)]
         if refused:
@@ -172,11 +174,11 @@ def _duration(span: Span) -> protocol.StatisticDuration:
 class _Stream:
     """The requests of one ModelStreamInfer call."""
 
-    def __init__(self, models: Models, context: AnyContext) -> None:
+    def __init__(self, models: Models, context: AnyContext, writer: CallWriter) -> None:
         self.room = asyncio.Semaphore(MAX_CONCURRENT)
         self._models = models
         self._context = context
-        self._writer = CallWriter(context)
+        self._writer = writer
 
     async def serve(self, request: protocol.ModelInferRequest) -> None:
         """Write one request's replies. Raises RefusedError where the stream is read too slowly."""
@@ -209,4 +211,5 @@ class _Stream:
 
     async def _fail(self, request: protocol.ModelInferRequest, text: str) -> None:
         named = protocol.ModelInferResponse(id=request.id)
-        await self._writer.write((protocol.ModelStreamInferResponse(error_message=text, infer_response=named),))
+        self._writer.write((protocol.ModelStreamInferResponse(error_message=text, infer_response=named),))
+        await self._writer.drain()

@@ -18,9 +18,10 @@ import pdserve
 from pdserve.net.rpc import AnyContext, abort
 from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import bearer
 from pdserve.router.frontend.dialects.vllm_messages import Replies, native
-from pdserve.router.frontend.grpc_endpoint import CallWriter, denying, read_answer
+from pdserve.router.frontend.grpc_endpoint import denying, read_answer
 from pdserve.router.frontend.intake import Intake
 
 CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
@@ -55,7 +56,8 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
                 return made.take(answer.event.token_ids, gains, outcome)
 
             with self._abortable(tenant, request.request_id):
-                await read_answer(self._intake, asked, context, CallWriter(context), replies)
+                async with CallWriter(context) as writer:
+                    await read_answer(self._intake, asked, context, writer, replies)
 
     @contextmanager
     def _abortable(self, tenant: str, name: str) -> Iterator[None]:
