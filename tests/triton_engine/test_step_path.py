@@ -37,9 +37,10 @@ def test_a_layer_takes_five_kernels_beside_its_products(steps: dict[str, dict[st
 
 def test_states_are_written_once_for_all_layers_behind_the_samples(steps: dict[str, dict[str, Any]]) -> None:
     kernels = [name for name in steps["greedy, states"]["kernels"] if name != "combine"]
-    layer = ["rms_norm", "convolve", "recur", "gate", "rms_norm", "silu_mul"]
-    step = [*layer, *LAYER, "rms_norm", "scan", "choose", "keep"]
-    assert kernels == [*step, *step]
+    last = [*LAYER, "rms_norm", "scan", "choose", "keep"]
+    prompts = ["rms_norm", "convolve", "recur", "within_blocks", "across_blocks", "gate", "rms_norm", "silu_mul"]
+    tokens = ["rms_norm", "convolve", "recur", "gate", "rms_norm", "silu_mul"]
+    assert kernels == [*prompts, *last, "keep_blocks", *tokens, *last]
 
 
 def test_a_head_takes_in_a_step_with_a_layers_attention_behind_the_sampled_tokens(
