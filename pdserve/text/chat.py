@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pdserve.base.errors import ConfigError, echo
 from pdserve.protocol.refusal import invalid
 from pdserve.text.history import TOOLS, form_of
+from pdserve.text.special_texts import SpecialTexts, StandIns, shown
 from pdserve.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
@@ -95,6 +96,25 @@ class ChatOptions:
 DEFAULT_OPTIONS = ChatOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation."""
+
+    rendered: str
+    stand_ins: StandIns | None = None  # in it, where clients wrote special tokens
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return self.rendered if self.stand_ins is None else shown(self.rendered, self.stand_ins)
+
+    def encoded(self, tokenizer: Tokenizer) -> list[int]:
+        """Return its ids, by the tokenizer whose special texts it was made with."""
+        if self.stand_ins is None:
+            return tokenizer.encode(self.rendered, add_special=False)
+        return tokenizer.special_texts.encode(self.rendered, self.stand_ins)
+
+
 class ChatTemplate:
     """A model's chat template, ready to render. Immutable; threads may share it."""
 
@@ -126,19 +146,17 @@ class ChatTemplate:
         """
         return self._fill(self._written(messages, options), options)
 
-    def encode(
-        self, messages: Sequence[ChatMessage], options: ChatOptions, tokenizer: Tokenizer, *, may_spell: bool = False
-    ) -> list[int]:
-        """Return the prompt's ids. Unless `may_spell`, no text that clients wrote makes a special token.
+    def prompt(self, messages: Sequence[ChatMessage], options: ChatOptions, special: SpecialTexts | None) -> Prompt:
+        """Return the prompt, of which no text that clients wrote makes a special token. None: such texts may.
 
         Raises RefusedError as `render` does.
         """
-        written, special = self._written(messages, options), tokenizer.special_texts
-        if may_spell or not special.are_in(written):
-            return tokenizer.encode(self._fill(written, options), add_special=False)
+        written = self._written(messages, options)
+        if special is None or not special.are_in(written):
+            return Prompt(self._fill(written, options))
         stand_ins = special.stand_ins(written, self.source)
         hidden: Written = special.hidden(written, stand_ins)  # type: ignore[assignment]  # of the same shape
-        return special.encode(self._fill(hidden, options), stand_ins)
+        return Prompt(self._fill(hidden, options), stand_ins)
 
     def _written(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Written:
         """Return what clients wrote, as the template is given it; RefusedError for messages over a limit.

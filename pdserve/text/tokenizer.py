@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import models
 
 from pdserve.text.detokenize import Detokenizer, read_pieces
+from pdserve.text.fewest_tokens import fewest
 from pdserve.text.special_texts import SpecialTexts, no_text
 
 MAX_WORDS = 32_768  # about 10 MB
@@ -103,6 +104,7 @@ class Tokenizer:
         self._backend = backend
         self._pieces = read_pieces(backend)
         self._words = Words(backend) if may_cut(backend) else None
+        self._fewest = fewest(backend)
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = len(self._pieces.by_id)
         self.special_texts = SpecialTexts(backend)
@@ -126,6 +128,10 @@ class Tokenizer:
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)  # without offsets
         ids: list[int] = encoded.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, by its length; 0 where nothing is known."""
+        return 0 if self._fewest is None else self._fewest.of(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids, special tokens left out."""

@@ -1,7 +1,8 @@
 """Makes token ids of a request's prompt before the core knows it.
 
 Long prompts are tokenized in threads, so that other requests need not wait. A short prompt takes less time than the
-way to a thread and back. Errors name the field, its value and the limit.
+way to a thread and back. A text whose length alone says that it has too many tokens is refused without tokenizing it.
+Errors name the field, its value and the limit.
 """
 
 import asyncio
@@ -80,11 +81,12 @@ class Prompts:
                 if not request.text:
                     raise invalid("text", "it is empty, at least 1 character is needed")
                 self._trim_later(request.ByteSize())
+                self._check_length("text", request.text, max_model_len)
                 return await self._encoded(request, self._encode_text, remaining_s)
             case "chat":
                 if (template or self._model.chat) is None:
                     raise invalid("chat", "the model has no chat template; send text or token_ids")
-                return await self._encoded(request, partial(self._encode_chat, template), remaining_s)
+                return await self._encoded(request, partial(self._encode_chat, max_model_len, template), remaining_s)
             case _:
                 raise invalid("prompt", "none was given; exactly one of text, token_ids and chat is needed")
 
@@ -163,16 +165,27 @@ class Prompts:
             check_ids(ids, field, self._model.vocab_size)
         return ids
 
+    def _check_length(self, field: str, text: str, max_model_len: int) -> None:
+        """Raise RefusedError for a text whose length alone says that it has too many tokens."""
+        num_tokens = self._model.tokenizer.fewest_tokens(text)
+        if num_tokens > max_model_len:
+            raise invalid(field, too_long(f"{len(text)} characters are at least {num_tokens} tokens", max_model_len))
+
     def _encode_text(self, request: inference.GenerateRequest) -> TokenIds:
         add_special = not request.HasField("add_special_tokens") or request.add_special_tokens
         return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=add_special)), "text")
 
-    def _encode_chat(self, template: ChatTemplate | None, request: inference.GenerateRequest) -> TokenIds:
+    def _encode_chat(
+        self, max_model_len: int, template: ChatTemplate | None, request: inference.GenerateRequest
+    ) -> TokenIds:
         messages, options = [message_of(message) for message in request.chat.messages], options_of(request.chat)
         model = self._model
         chat = template or (model.tool_chat or model.chat if options.tools else model.chat)
         assert chat is not None
-        ids = chat.encode(messages, options, model.tokenizer, may_spell=model.allow_special_tokens_in_text)
+        keep_text = None if model.allow_special_tokens_in_text else model.tokenizer.special_texts
+        prompt = chat.prompt(messages, options, keep_text)
+        self._check_length("chat", prompt.text, max_model_len)
+        ids = prompt.encoded(model.tokenizer)
         return self._in_vocabulary(pack(ids), "chat")
 
     async def _encoded(

@@ -113,7 +113,7 @@ def test_texts_of_a_chat_make_no_special_token(smollm2: Checkpoint, reference: P
     written = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
     for text in texts():
         talk = [ChatMessage("system", ""), ChatMessage("user", text)]
-        ids = chat.encode(talk, ChatOptions(), tokenizer)
+        ids = chat.prompt(talk, ChatOptions(), tokenizer.special_texts).encoded(tokenizer)
         special = [token_id for token_id in ids if token_id in reference.all_special_ids]
         assert special == [*written * 2, written[0]]
         assert reference.decode(ids) == chat.render(talk)

@@ -31,7 +31,7 @@ def prompt_of(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     infilling = infilling_of(tokenizer)
     assert infilling is not None
     messages = [ChatMessage(role, text) for role, text in zip(ROLES, (prefix, suffix), strict=True)]
-    return infilling.template.encode(messages, ChatOptions(), tokenizer)
+    return infilling.template.prompt(messages, ChatOptions(), tokenizer.special_texts).encoded(tokenizer)
 
 
 @pytest.mark.parametrize("marks", [STAR, QWEN, DEEPSEEK])

@@ -90,7 +90,9 @@ def ids_of(
     *,
     allowed: bool = False,
 ) -> list[int]:
-    return template.encode(talk, options, tokenizer, may_spell=allowed)
+    prompt = template.prompt(talk, options, None if allowed else tokenizer.special_texts)
+    assert options.continue_final_message or prompt.text == template.render(talk, options)
+    return prompt.encoded(tokenizer)
 
 
 def specials_in(kind: str, token_ids: list[int]) -> Counter[int]:

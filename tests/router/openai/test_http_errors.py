@@ -94,6 +94,7 @@ async def test_whatever_is_too_long_has_the_words_and_the_code_by_which_clients_
         (COMPLETIONS, {"prompt": [1] * 2040, "min_tokens": 10}),
         (CHAT, {"messages": [{"role": "user", "content": long}]}),
         (CHAT, {"messages": HELLO, "max_completion_tokens": 10_000, "stream": True}),
+        ("/tokenize", {"prompt": long}),
         ("/detokenize", {"tokens": [1] * 5000}),
     ]
     for path, body in bodies:

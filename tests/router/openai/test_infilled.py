@@ -44,7 +44,7 @@ async def test_what_models_write_behind_a_middle_ends_it_too(start_http: StartHt
         ({"prompt": "a", "echo": True}, "suffix", "goes neither with echo"),
         ({"prompt": "a", "prompt_logprobs": 0}, "suffix", "goes neither with echo"),
         ({"prompt": "a", "add_special_tokens": False}, "suffix", "goes neither with echo"),
-        ({"prompt": "a" * 9000}, "prompt", "it alone has 9004 tokens"),
+        ({"prompt": "a" * 9000}, "prompt", "9004 characters"),
         ({"prompt": "a", "stop_token_ids": [1] * 128}, "stop_token_ids", "128 and the 1 of a suffix are over 128"),
     ],
 )
