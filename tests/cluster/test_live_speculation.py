@@ -58,11 +58,11 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-METHODS = ("ngram", "suffix", "suffix, two ranks", "draft_model", "eagle3", "mtp")
-LONG = pytest.param("eagle3, two ranks", marks=pytest.mark.long)
+METHODS = ("ngram", "suffix, two ranks", "draft_model", "eagle3", "mtp")
+LONG = [pytest.param(each, marks=pytest.mark.long) for each in ("suffix", "eagle3, two ranks", "mtp, two ranks")]
 
 
-@pytest.fixture(scope="module", params=[*METHODS, LONG])
+@pytest.fixture(scope="module", params=[*METHODS, *LONG])
 def method(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -75,7 +75,7 @@ def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if method.startswith("eagle3"):
         write_forgetful_model(folder)
         return folder
-    if method == "mtp":
+    if method.startswith("mtp"):
         return write_model_with_a_module_that_is_often_right("deepseek-v3", folder)
     return write_model("llama3", folder)
 
