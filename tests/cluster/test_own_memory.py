@@ -158,7 +158,7 @@ def assert_hands_off(
         pytest.param("gemma3", "2", "1", marks=pytest.mark.long),
         pytest.param("gemma3", "2", "2", marks=pytest.mark.long),
         pytest.param("gemma3", "4", "1", marks=pytest.mark.long),  # of two KV heads
-        ("deepseek-v3", "2", "2"),
+        pytest.param("deepseek-v3", "2", "2", marks=pytest.mark.long),
         pytest.param("deepseek-v3", "1", "2", marks=pytest.mark.long),
         pytest.param("deepseek-v3", "2", "1", marks=pytest.mark.long),
         pytest.param("llama3", "4", "2", marks=pytest.mark.long),
