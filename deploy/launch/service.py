@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeAlias
 
 import grpc
 
@@ -15,7 +14,7 @@ from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, Wiring
 from pdserve.launch.supervisor import Supervisor
 from pdserve.net.certificates import Part
 from pdserve.net.credentials import Credentials
-from pdserve.net.rpc import abort, running
+from pdserve.net.rpc import AnyContext, abort, running
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
 from pdserve.protocol.link import ROLE_NUMBERS, ROLES
@@ -24,9 +23,6 @@ from pdserve.protocol.link import ROLE_NUMBERS, ROLES
 ROUTERS_END_S = CLOSING_S + 1.0
 WORKERS_END_S = ROUTERS_END_S + 1.0
 OTHERS = ("router", "autoscaler")  # names of other processes
-
-StartContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StartWorkerRequest, launcher.StartWorkerResponse]"
-StopContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StopWorkerRequest, launcher.StopWorkerResponse]"
 
 
 class LauncherEndpoint(LauncherServiceServicer):
@@ -48,7 +44,7 @@ class LauncherEndpoint(LauncherServiceServicer):
         return launcher.ListWorkersResponse(workers=workers, max_workers=self._max_workers)
 
     async def StartWorker(  # noqa: N802
-        self, request: launcher.StartWorkerRequest, context: StartContext
+        self, request: launcher.StartWorkerRequest, context: AnyContext
     ) -> launcher.StartWorkerResponse:
         name, role = request.worker_id, ROLES.get(request.role)
         if not WORKER_NAME.fullmatch(name) or name in OTHERS:
@@ -70,7 +66,7 @@ class LauncherEndpoint(LauncherServiceServicer):
         return launcher.StartWorkerResponse()
 
     async def StopWorker(  # noqa: N802
-        self, request: launcher.StopWorkerRequest, context: StopContext
+        self, request: launcher.StopWorkerRequest, context: AnyContext
     ) -> launcher.StopWorkerResponse:
         name = request.worker_id
         if name not in self._workers():

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import grpc
 
@@ -20,9 +20,6 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
 from pdserve.protocol.link import ROLE_NUMBERS
-
-if TYPE_CHECKING:  # stubs alone have it
-    from pdserve.proto.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 CALL_TIMEOUT_S = 10.0
 
@@ -128,7 +125,7 @@ class AdminClient(OperatorClient):
     @asynccontextmanager
     async def _stub(
         self, method: str, timeout_s: float | None = CALL_TIMEOUT_S, *, wait_for_ready: bool = False
-    ) -> AsyncIterator[tuple["AdminServiceAsyncStub", Metadata]]:
+    ) -> AsyncIterator[tuple[AdminServiceStub, Metadata]]:
         name = f"AdminService/{method}"
         async with self.calling(name, timeout_s, wait_for_ready=wait_for_ready) as (channel, proof):
             yield AdminServiceStub(channel), proof

@@ -7,21 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import admin_pb2 as _admin_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -29,58 +15,26 @@ GRPC_VERSION: str
 class AdminServiceStub:
     """State of a cluster, as one router sees it."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
-    """The state now."""
-    WatchStatus: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]
-    """The state now and after each change, at most ten times a second."""
-    ReportDecisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReportDecisionsRequest, _admin_pb2.ReportDecisionsResponse]
-    """An autoscaler says what it decided and why, for whoever watches."""
-    ReportProcessGone: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]
-    """A launcher says that a process has ended. Frees pages that wait for this proof."""
-    DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
-    """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
-    attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
-    the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
-    """
-    SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
-    """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
-    role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
-    role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
-    """
-    MoveSequences: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]
-    """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
-    attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
-    is room: off a worker that drains, or whose role is prefill.
-    """
-
-@_typing.type_check_only
-class AdminServiceAsyncStub(AdminServiceStub):
-    """State of a cluster, as one router sees it."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
     """The state now."""
-    WatchStatus: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]  # type: ignore[assignment]
+    WatchStatus: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]
     """The state now and after each change, at most ten times a second."""
-    ReportDecisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportDecisionsRequest, _admin_pb2.ReportDecisionsResponse]  # type: ignore[assignment]
+    ReportDecisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportDecisionsRequest, _admin_pb2.ReportDecisionsResponse]
     """An autoscaler says what it decided and why, for whoever watches."""
-    ReportProcessGone: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]  # type: ignore[assignment]
+    ReportProcessGone: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]
     """A launcher says that a process has ended. Frees pages that wait for this proof."""
-    DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
     attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
     the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
     """
-    SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
+    SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
     """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
     role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
     role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
     """
-    MoveSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]  # type: ignore[assignment]
+    MoveSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]
     """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
     attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
     is room: off a worker that drains, or whose role is prefill.
@@ -93,40 +47,40 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     def GetStatus(
         self,
         request: _admin_pb2.GetStatusRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.GetStatusResponse, _abc.Awaitable[_admin_pb2.GetStatusResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.GetStatusRequest, _abc.Awaitable[_admin_pb2.GetStatusResponse]],
+    ) -> _abc.Awaitable[_admin_pb2.GetStatusResponse]:
         """The state now."""
 
     @_abc_1.abstractmethod
     def WatchStatus(
         self,
         request: _admin_pb2.WatchStatusRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStatusResponse], _abc.AsyncIterator[_admin_pb2.WatchStatusResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.WatchStatusRequest, _abc.AsyncIterator[_admin_pb2.WatchStatusResponse]],
+    ) -> _abc.AsyncIterator[_admin_pb2.WatchStatusResponse]:
         """The state now and after each change, at most ten times a second."""
 
     @_abc_1.abstractmethod
     def ReportDecisions(
         self,
         request: _admin_pb2.ReportDecisionsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ReportDecisionsResponse, _abc.Awaitable[_admin_pb2.ReportDecisionsResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.ReportDecisionsRequest, _abc.Awaitable[_admin_pb2.ReportDecisionsResponse]],
+    ) -> _abc.Awaitable[_admin_pb2.ReportDecisionsResponse]:
         """An autoscaler says what it decided and why, for whoever watches."""
 
     @_abc_1.abstractmethod
     def ReportProcessGone(
         self,
         request: _admin_pb2.ReportProcessGoneRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ReportProcessGoneResponse, _abc.Awaitable[_admin_pb2.ReportProcessGoneResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.ReportProcessGoneRequest, _abc.Awaitable[_admin_pb2.ReportProcessGoneResponse]],
+    ) -> _abc.Awaitable[_admin_pb2.ReportProcessGoneResponse]:
         """A launcher says that a process has ended. Frees pages that wait for this proof."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
         self,
         request: _admin_pb2.DrainWorkerRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.DrainWorkerRequest, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]],
+    ) -> _abc.Awaitable[_admin_pb2.DrainWorkerResponse]:
         """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
         attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
         the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
@@ -136,8 +90,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     def SetWorkerRole(
         self,
         request: _admin_pb2.SetWorkerRoleRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.SetWorkerRoleResponse, _abc.Awaitable[_admin_pb2.SetWorkerRoleResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.SetWorkerRoleRequest, _abc.Awaitable[_admin_pb2.SetWorkerRoleResponse]],
+    ) -> _abc.Awaitable[_admin_pb2.SetWorkerRoleResponse]:
         """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
         role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
         role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
@@ -147,11 +101,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     def MoveSequences(
         self,
         request: _admin_pb2.MoveSequencesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.MoveSequencesResponse, _abc.Awaitable[_admin_pb2.MoveSequencesResponse]]:
+        context: _aio.ServicerContext[_admin_pb2.MoveSequencesRequest, _abc.Awaitable[_admin_pb2.MoveSequencesResponse]],
+    ) -> _abc.Awaitable[_admin_pb2.MoveSequencesResponse]:
         """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
         attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
         is room: off a worker that drains, or whose role is prefill.
         """
 
-def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _aio.Server) -> None: ...

@@ -66,36 +66,3 @@ def add_HandoffServiceServicer_to_server(servicer, server):
             'pdserve.v1.HandoffService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('pdserve.v1.HandoffService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class HandoffService:
-    """Served by each worker on its internal port. Who is to send pages dials when a router first pairs the two.
-    """
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/pdserve.v1.HandoffService/Attach',
-            proto_dot_v1_dot_handoff__pb2.HandoffServiceAttachRequest.SerializeToString,
-            proto_dot_v1_dot_handoff__pb2.HandoffServiceAttachResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

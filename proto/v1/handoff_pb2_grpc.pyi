@@ -7,21 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import handoff_pb2 as _handoff_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -29,19 +15,8 @@ GRPC_VERSION: str
 class HandoffServiceStub:
     """Served by each worker on its internal port. Who is to send pages dials when a router first pairs the two."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> HandoffServiceAsyncStub: ...
-    Attach: _grpc.StreamStreamMultiCallable[_handoff_pb2.HandoffServiceAttachRequest, _handoff_pb2.HandoffServiceAttachResponse]
-    """The first message from the sender is Hello, the first from the receiver is HelloAck."""
-
-@_typing.type_check_only
-class HandoffServiceAsyncStub(HandoffServiceStub):
-    """Served by each worker on its internal port. Who is to send pages dials when a router first pairs the two."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Attach: _aio.StreamStreamMultiCallable[_handoff_pb2.HandoffServiceAttachRequest, _handoff_pb2.HandoffServiceAttachResponse]  # type: ignore[assignment]
+    Attach: _aio.StreamStreamMultiCallable[_handoff_pb2.HandoffServiceAttachRequest, _handoff_pb2.HandoffServiceAttachResponse]
     """The first message from the sender is Hello, the first from the receiver is HelloAck."""
 
 class HandoffServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -50,9 +25,9 @@ class HandoffServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Attach(
         self,
-        request_iterator: _MaybeAsyncIterator[_handoff_pb2.HandoffServiceAttachRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_handoff_pb2.HandoffServiceAttachResponse], _abc.AsyncIterator[_handoff_pb2.HandoffServiceAttachResponse]]:
+        request_iterator: _abc.AsyncIterator[_handoff_pb2.HandoffServiceAttachRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_handoff_pb2.HandoffServiceAttachRequest], _abc.AsyncIterator[_handoff_pb2.HandoffServiceAttachResponse]],
+    ) -> _abc.AsyncIterator[_handoff_pb2.HandoffServiceAttachResponse]:
         """The first message from the sender is Hello, the first from the receiver is HelloAck."""
 
-def add_HandoffServiceServicer_to_server(servicer: HandoffServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_HandoffServiceServicer_to_server(servicer: HandoffServiceServicer, server: _aio.Server) -> None: ...

@@ -7,21 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import inference_pb2 as _inference_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -29,29 +15,13 @@ GRPC_VERSION: str
 class InferenceServiceStub:
     """Text generation. One call is one request; a request may ask for several continuations of its prompt."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
-    Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams tokens as they are computed. Ends with one reply that carries usage and ledger, or with a gRPC status:
-    INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model), RESOURCE_EXHAUSTED (queues full, or the
-    client reads too slowly), UNAVAILABLE (no worker in a pool), DEADLINE_EXCEEDED.
-    """
-    ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """Lists the models this router serves."""
-
-@_typing.type_check_only
-class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Text generation. One call is one request; a request may ask for several continuations of its prompt."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams tokens as they are computed. Ends with one reply that carries usage and ledger, or with a gRPC status:
     INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model), RESOURCE_EXHAUSTED (queues full, or the
     client reads too slowly), UNAVAILABLE (no worker in a pool), DEADLINE_EXCEEDED.
     """
-    ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
+    ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models this router serves."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -61,8 +31,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     def Generate(
         self,
         request: _inference_pb2.GenerateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
+    ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
         """Streams tokens as they are computed. Ends with one reply that carries usage and ledger, or with a gRPC status:
         INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model), RESOURCE_EXHAUSTED (queues full, or the
         client reads too slowly), UNAVAILABLE (no worker in a pool), DEADLINE_EXCEEDED.
@@ -72,8 +42,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     def ListModels(
         self,
         request: _inference_pb2.ListModelsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
+        context: _aio.ServicerContext[_inference_pb2.ListModelsRequest, _abc.Awaitable[_inference_pb2.ListModelsResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.ListModelsResponse]:
         """Lists the models this router serves."""
 
-def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _aio.Server) -> None: ...

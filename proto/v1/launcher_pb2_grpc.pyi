@@ -9,21 +9,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import launcher_pb2 as _launcher_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -31,35 +17,15 @@ GRPC_VERSION: str
 class LauncherServiceStub:
     """Workers that come and go while a cluster serves."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> LauncherServiceAsyncStub: ...
-    ListWorkers: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.ListWorkersRequest, _launcher_pb2.ListWorkersResponse]
-    """The workers that run or start, those that drain included."""
-    StartWorker: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StartWorkerRequest, _launcher_pb2.StartWorkerResponse]
-    """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
-    role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
-    FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
-    """
-    StopWorker: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StopWorkerRequest, _launcher_pb2.StopWorkerResponse]
-    """Lets a worker drain and end for good; it is killed if its drain takes too long. Changes nothing if it drains
-    already. NOT_FOUND: there is no worker of this name.
-    """
-
-@_typing.type_check_only
-class LauncherServiceAsyncStub(LauncherServiceStub):
-    """Workers that come and go while a cluster serves."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    ListWorkers: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ListWorkersRequest, _launcher_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    ListWorkers: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ListWorkersRequest, _launcher_pb2.ListWorkersResponse]
     """The workers that run or start, those that drain included."""
-    StartWorker: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StartWorkerRequest, _launcher_pb2.StartWorkerResponse]  # type: ignore[assignment]
+    StartWorker: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StartWorkerRequest, _launcher_pb2.StartWorkerResponse]
     """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
     role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
     FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
     """
-    StopWorker: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StopWorkerRequest, _launcher_pb2.StopWorkerResponse]  # type: ignore[assignment]
+    StopWorker: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StopWorkerRequest, _launcher_pb2.StopWorkerResponse]
     """Lets a worker drain and end for good; it is killed if its drain takes too long. Changes nothing if it drains
     already. NOT_FOUND: there is no worker of this name.
     """
@@ -71,16 +37,16 @@ class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
     def ListWorkers(
         self,
         request: _launcher_pb2.ListWorkersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_launcher_pb2.ListWorkersResponse, _abc.Awaitable[_launcher_pb2.ListWorkersResponse]]:
+        context: _aio.ServicerContext[_launcher_pb2.ListWorkersRequest, _abc.Awaitable[_launcher_pb2.ListWorkersResponse]],
+    ) -> _abc.Awaitable[_launcher_pb2.ListWorkersResponse]:
         """The workers that run or start, those that drain included."""
 
     @_abc_1.abstractmethod
     def StartWorker(
         self,
         request: _launcher_pb2.StartWorkerRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_launcher_pb2.StartWorkerResponse, _abc.Awaitable[_launcher_pb2.StartWorkerResponse]]:
+        context: _aio.ServicerContext[_launcher_pb2.StartWorkerRequest, _abc.Awaitable[_launcher_pb2.StartWorkerResponse]],
+    ) -> _abc.Awaitable[_launcher_pb2.StartWorkerResponse]:
         """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
         role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
         FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
@@ -90,10 +56,10 @@ class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
     def StopWorker(
         self,
         request: _launcher_pb2.StopWorkerRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_launcher_pb2.StopWorkerResponse, _abc.Awaitable[_launcher_pb2.StopWorkerResponse]]:
+        context: _aio.ServicerContext[_launcher_pb2.StopWorkerRequest, _abc.Awaitable[_launcher_pb2.StopWorkerResponse]],
+    ) -> _abc.Awaitable[_launcher_pb2.StopWorkerResponse]:
         """Lets a worker drain and end for good; it is killed if its drain takes too long. Changes nothing if it drains
         already. NOT_FOUND: there is no worker of this name.
         """
 
-def add_LauncherServiceServicer_to_server(servicer: LauncherServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_LauncherServiceServicer_to_server(servicer: LauncherServiceServicer, server: _aio.Server) -> None: ...

@@ -68,36 +68,3 @@ def add_LinkServiceServicer_to_server(servicer, server):
             'pdserve.v1.LinkService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('pdserve.v1.LinkService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class LinkService:
-    """Served by the router on its internal port. The worker dials.
-    """
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/pdserve.v1.LinkService/Attach',
-            proto_dot_v1_dot_link__pb2.AttachRequest.SerializeToString,
-            proto_dot_v1_dot_link__pb2.AttachResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

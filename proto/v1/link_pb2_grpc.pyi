@@ -7,21 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import link_pb2 as _link_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -29,22 +15,8 @@ GRPC_VERSION: str
 class LinkServiceStub:
     """Served by the router on its internal port. The worker dials."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> LinkServiceAsyncStub: ...
-    Attach: _grpc.StreamStreamMultiCallable[_link_pb2.AttachRequest, _link_pb2.AttachResponse]
-    """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
-    worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
-    says that the worker's process is known to have ended, or to have a successor: it must end at once.
-    """
-
-@_typing.type_check_only
-class LinkServiceAsyncStub(LinkServiceStub):
-    """Served by the router on its internal port. The worker dials."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Attach: _aio.StreamStreamMultiCallable[_link_pb2.AttachRequest, _link_pb2.AttachResponse]  # type: ignore[assignment]
+    Attach: _aio.StreamStreamMultiCallable[_link_pb2.AttachRequest, _link_pb2.AttachResponse]
     """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
     worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
     says that the worker's process is known to have ended, or to have a successor: it must end at once.
@@ -56,12 +28,12 @@ class LinkServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Attach(
         self,
-        request_iterator: _MaybeAsyncIterator[_link_pb2.AttachRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_link_pb2.AttachResponse], _abc.AsyncIterator[_link_pb2.AttachResponse]]:
+        request_iterator: _abc.AsyncIterator[_link_pb2.AttachRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_link_pb2.AttachRequest], _abc.AsyncIterator[_link_pb2.AttachResponse]],
+    ) -> _abc.AsyncIterator[_link_pb2.AttachResponse]:
         """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
         worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
         says that the worker's process is known to have ended, or to have a successor: it must end at once.
         """
 
-def add_LinkServiceServicer_to_server(servicer: LinkServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_LinkServiceServicer_to_server(servicer: LinkServiceServicer, server: _aio.Server) -> None: ...

@@ -9,21 +9,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import nodes_pb2 as _nodes_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -31,27 +17,12 @@ GRPC_VERSION: str
 class NodeServiceStub:
     """The further machines of a worker, and what its ranks there say to its first rank."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> NodeServiceAsyncStub: ...
-    Join: _grpc.StreamStreamMultiCallable[_nodes_pb2.JoinRequest, _nodes_pb2.JoinResponse]
-    """Makes the caller one of the worker's machines for as long as the call lasts. The end of the call, at either side, is
-    the end of the worker.
-    """
-    Carry: _grpc.StreamStreamMultiCallable[_nodes_pb2.CarryRequest, _nodes_pb2.CarryResponse]
-    """Carries the bytes of one socket between a rank of the caller and the first rank, both ways."""
-
-@_typing.type_check_only
-class NodeServiceAsyncStub(NodeServiceStub):
-    """The further machines of a worker, and what its ranks there say to its first rank."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Join: _aio.StreamStreamMultiCallable[_nodes_pb2.JoinRequest, _nodes_pb2.JoinResponse]  # type: ignore[assignment]
+    Join: _aio.StreamStreamMultiCallable[_nodes_pb2.JoinRequest, _nodes_pb2.JoinResponse]
     """Makes the caller one of the worker's machines for as long as the call lasts. The end of the call, at either side, is
     the end of the worker.
     """
-    Carry: _aio.StreamStreamMultiCallable[_nodes_pb2.CarryRequest, _nodes_pb2.CarryResponse]  # type: ignore[assignment]
+    Carry: _aio.StreamStreamMultiCallable[_nodes_pb2.CarryRequest, _nodes_pb2.CarryResponse]
     """Carries the bytes of one socket between a rank of the caller and the first rank, both ways."""
 
 class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -60,9 +31,9 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Join(
         self,
-        request_iterator: _MaybeAsyncIterator[_nodes_pb2.JoinRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_nodes_pb2.JoinResponse], _abc.AsyncIterator[_nodes_pb2.JoinResponse]]:
+        request_iterator: _abc.AsyncIterator[_nodes_pb2.JoinRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_nodes_pb2.JoinRequest], _abc.AsyncIterator[_nodes_pb2.JoinResponse]],
+    ) -> _abc.AsyncIterator[_nodes_pb2.JoinResponse]:
         """Makes the caller one of the worker's machines for as long as the call lasts. The end of the call, at either side, is
         the end of the worker.
         """
@@ -70,9 +41,9 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Carry(
         self,
-        request_iterator: _MaybeAsyncIterator[_nodes_pb2.CarryRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_nodes_pb2.CarryResponse], _abc.AsyncIterator[_nodes_pb2.CarryResponse]]:
+        request_iterator: _abc.AsyncIterator[_nodes_pb2.CarryRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_nodes_pb2.CarryRequest], _abc.AsyncIterator[_nodes_pb2.CarryResponse]],
+    ) -> _abc.AsyncIterator[_nodes_pb2.CarryResponse]:
         """Carries the bytes of one socket between a rank of the caller and the first rank, both ways."""
 
-def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _aio.Server) -> None: ...

@@ -9,21 +9,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.proto.v1 import open_inference_pb2 as _open_inference_pb2
 import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
-
-_T = _typing.TypeVar("_T")
-
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
-    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
@@ -31,55 +17,26 @@ GRPC_VERSION: str
 class GRPCInferenceServiceStub:
     """The service under the name that its clients call."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> GRPCInferenceServiceAsyncStub: ...
-    ServerLive: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ServerLiveRequest, _open_inference_pb2.ServerLiveResponse]
-    """Whether the process serves at all."""
-    ServerReady: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ServerReadyRequest, _open_inference_pb2.ServerReadyResponse]
-    """Whether requests can be served now."""
-    ModelReady: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelReadyRequest, _open_inference_pb2.ModelReadyResponse]
-    """The same, of one model."""
-    ServerMetadata: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ServerMetadataRequest, _open_inference_pb2.ServerMetadataResponse]
-    """What serves."""
-    ModelMetadata: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelMetadataRequest, _open_inference_pb2.ModelMetadataResponse]
-    """The tensors of a model."""
-    ModelConfig: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelConfigRequest, _open_inference_pb2.ModelConfigResponse]
-    """The same, as Triton describes a model."""
-    RepositoryIndex: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.RepositoryIndexRequest, _open_inference_pb2.RepositoryIndexResponse]
-    """The models that the server has."""
-    ModelStatistics: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelStatisticsRequest, _open_inference_pb2.ModelStatisticsResponse]
-    """What a model has done since its router started."""
-    ModelInfer: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]
-    """Answers a prompt with one reply."""
-    ModelStreamInfer: _grpc.StreamStreamMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelStreamInferResponse]
-    """Answers prompts, each with a reply or with several; answers to several requests may mix."""
-
-@_typing.type_check_only
-class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
-    """The service under the name that its clients call."""
-
     def __init__(self, channel: _aio.Channel) -> None: ...
-    ServerLive: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerLiveRequest, _open_inference_pb2.ServerLiveResponse]  # type: ignore[assignment]
+    ServerLive: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerLiveRequest, _open_inference_pb2.ServerLiveResponse]
     """Whether the process serves at all."""
-    ServerReady: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerReadyRequest, _open_inference_pb2.ServerReadyResponse]  # type: ignore[assignment]
+    ServerReady: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerReadyRequest, _open_inference_pb2.ServerReadyResponse]
     """Whether requests can be served now."""
-    ModelReady: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelReadyRequest, _open_inference_pb2.ModelReadyResponse]  # type: ignore[assignment]
+    ModelReady: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelReadyRequest, _open_inference_pb2.ModelReadyResponse]
     """The same, of one model."""
-    ServerMetadata: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerMetadataRequest, _open_inference_pb2.ServerMetadataResponse]  # type: ignore[assignment]
+    ServerMetadata: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerMetadataRequest, _open_inference_pb2.ServerMetadataResponse]
     """What serves."""
-    ModelMetadata: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelMetadataRequest, _open_inference_pb2.ModelMetadataResponse]  # type: ignore[assignment]
+    ModelMetadata: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelMetadataRequest, _open_inference_pb2.ModelMetadataResponse]
     """The tensors of a model."""
-    ModelConfig: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelConfigRequest, _open_inference_pb2.ModelConfigResponse]  # type: ignore[assignment]
+    ModelConfig: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelConfigRequest, _open_inference_pb2.ModelConfigResponse]
     """The same, as Triton describes a model."""
-    RepositoryIndex: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.RepositoryIndexRequest, _open_inference_pb2.RepositoryIndexResponse]  # type: ignore[assignment]
+    RepositoryIndex: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.RepositoryIndexRequest, _open_inference_pb2.RepositoryIndexResponse]
     """The models that the server has."""
-    ModelStatistics: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelStatisticsRequest, _open_inference_pb2.ModelStatisticsResponse]  # type: ignore[assignment]
+    ModelStatistics: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelStatisticsRequest, _open_inference_pb2.ModelStatisticsResponse]
     """What a model has done since its router started."""
-    ModelInfer: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]  # type: ignore[assignment]
+    ModelInfer: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]
     """Answers a prompt with one reply."""
-    ModelStreamInfer: _aio.StreamStreamMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelStreamInferResponse]  # type: ignore[assignment]
+    ModelStreamInfer: _aio.StreamStreamMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelStreamInferResponse]
     """Answers prompts, each with a reply or with several; answers to several requests may mix."""
 
 class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -89,80 +46,80 @@ class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     def ServerLive(
         self,
         request: _open_inference_pb2.ServerLiveRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ServerLiveResponse, _abc.Awaitable[_open_inference_pb2.ServerLiveResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ServerLiveRequest, _abc.Awaitable[_open_inference_pb2.ServerLiveResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ServerLiveResponse]:
         """Whether the process serves at all."""
 
     @_abc_1.abstractmethod
     def ServerReady(
         self,
         request: _open_inference_pb2.ServerReadyRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ServerReadyResponse, _abc.Awaitable[_open_inference_pb2.ServerReadyResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ServerReadyRequest, _abc.Awaitable[_open_inference_pb2.ServerReadyResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ServerReadyResponse]:
         """Whether requests can be served now."""
 
     @_abc_1.abstractmethod
     def ModelReady(
         self,
         request: _open_inference_pb2.ModelReadyRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ModelReadyResponse, _abc.Awaitable[_open_inference_pb2.ModelReadyResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ModelReadyRequest, _abc.Awaitable[_open_inference_pb2.ModelReadyResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ModelReadyResponse]:
         """The same, of one model."""
 
     @_abc_1.abstractmethod
     def ServerMetadata(
         self,
         request: _open_inference_pb2.ServerMetadataRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ServerMetadataResponse, _abc.Awaitable[_open_inference_pb2.ServerMetadataResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ServerMetadataRequest, _abc.Awaitable[_open_inference_pb2.ServerMetadataResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ServerMetadataResponse]:
         """What serves."""
 
     @_abc_1.abstractmethod
     def ModelMetadata(
         self,
         request: _open_inference_pb2.ModelMetadataRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ModelMetadataResponse, _abc.Awaitable[_open_inference_pb2.ModelMetadataResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ModelMetadataRequest, _abc.Awaitable[_open_inference_pb2.ModelMetadataResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ModelMetadataResponse]:
         """The tensors of a model."""
 
     @_abc_1.abstractmethod
     def ModelConfig(
         self,
         request: _open_inference_pb2.ModelConfigRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ModelConfigResponse, _abc.Awaitable[_open_inference_pb2.ModelConfigResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ModelConfigRequest, _abc.Awaitable[_open_inference_pb2.ModelConfigResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ModelConfigResponse]:
         """The same, as Triton describes a model."""
 
     @_abc_1.abstractmethod
     def RepositoryIndex(
         self,
         request: _open_inference_pb2.RepositoryIndexRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.RepositoryIndexResponse, _abc.Awaitable[_open_inference_pb2.RepositoryIndexResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.RepositoryIndexRequest, _abc.Awaitable[_open_inference_pb2.RepositoryIndexResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.RepositoryIndexResponse]:
         """The models that the server has."""
 
     @_abc_1.abstractmethod
     def ModelStatistics(
         self,
         request: _open_inference_pb2.ModelStatisticsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ModelStatisticsResponse, _abc.Awaitable[_open_inference_pb2.ModelStatisticsResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ModelStatisticsRequest, _abc.Awaitable[_open_inference_pb2.ModelStatisticsResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ModelStatisticsResponse]:
         """What a model has done since its router started."""
 
     @_abc_1.abstractmethod
     def ModelInfer(
         self,
         request: _open_inference_pb2.ModelInferRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_open_inference_pb2.ModelInferResponse, _abc.Awaitable[_open_inference_pb2.ModelInferResponse]]:
+        context: _aio.ServicerContext[_open_inference_pb2.ModelInferRequest, _abc.Awaitable[_open_inference_pb2.ModelInferResponse]],
+    ) -> _abc.Awaitable[_open_inference_pb2.ModelInferResponse]:
         """Answers a prompt with one reply."""
 
     @_abc_1.abstractmethod
     def ModelStreamInfer(
         self,
-        request_iterator: _MaybeAsyncIterator[_open_inference_pb2.ModelInferRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_open_inference_pb2.ModelStreamInferResponse], _abc.AsyncIterator[_open_inference_pb2.ModelStreamInferResponse]]:
+        request_iterator: _abc.AsyncIterator[_open_inference_pb2.ModelInferRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_open_inference_pb2.ModelInferRequest], _abc.AsyncIterator[_open_inference_pb2.ModelStreamInferResponse]],
+    ) -> _abc.AsyncIterator[_open_inference_pb2.ModelStreamInferResponse]:
         """Answers prompts, each with a reply or with several; answers to several requests may mix."""
 
-def add_GRPCInferenceServiceServicer_to_server(servicer: GRPCInferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_GRPCInferenceServiceServicer_to_server(servicer: GRPCInferenceServiceServicer, server: _aio.Server) -> None: ...
