@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MOST_EXPERTS = 4096  # of a mixture: the C library has their scores on a thread's stack
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:

@@ -15,9 +15,7 @@ from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind, Mixture
 from pdserve.kernels.cpu.layers import GATED, PLAIN, Activation, Tiles, codes_inputs, inputs_of
 from pdserve.kernels.cpu.library import DTYPES
-from pdserve.kernels.routing import Routing
-
-MOST_EXPERTS = 4096  # whose scores lie on a thread's stack
+from pdserve.kernels.routing import MOST_EXPERTS, Routing
 
 
 @dataclass(frozen=True, slots=True)

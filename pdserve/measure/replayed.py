@@ -20,13 +20,13 @@ from pdserve.protocol.link import key_from_proto, layout_to_proto
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.sampling import SampledToken
 from pdserve.protocol.token_ids import TOKEN_ID_BYTES
+from pdserve.worker.link import ATTACH
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
 from pdserve.worker.reporting import StepReports
 
 BEAT_S = 0.5
 NUM_PAGES, PAGE_SIZE = 100_000, 64
 MAX_MODEL_LEN = 32_768
-_ATTACH = "/pdserve.v1.LinkService/Attach"
 _LAYOUT = KvLayout("replayed", 32, 8, 128, PAGE_SIZE, "bfloat16")
 
 _ROUTER = RouterRef(0)
@@ -62,7 +62,7 @@ class Replayed:
         calls: list[_Call] = []
         async with grpc.aio.insecure_channel(address, options=options) as channel, asyncio.TaskGroup() as tasks:
             for role, name in ((link.ROLE_PREFILL, "p0"), (link.ROLE_DECODE, "d0")):
-                proof = await identify(channel, secret, _ATTACH, wait_for_ready=True)
+                proof = await identify(channel, secret, ATTACH, wait_for_ready=True)
                 call = LinkServiceStub(channel).Attach(metadata=proof)
                 await call.write(link.AttachRequest(register=self._registration(role, name)))
                 tasks.create_task(self._read(call))

@@ -7,7 +7,7 @@ by sigmoid, as DeepSeek-V3 does, and choose by scores and a bias.
 from collections.abc import Callable
 from dataclasses import replace
 
-from pdserve.kernels.routing import Routing
+from pdserve.kernels.routing import MOST_EXPERTS, Routing
 from pdserve.model.design import (
     Activation,
     Design,
@@ -26,7 +26,6 @@ from pdserve.model.families.reading import Family, activation, require, swiglu
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
 
-MOST_EXPERTS = 4096
 IN_MIXTRAL = ("w1", "w3", "w2")  # gate, up and down
 
 
