@@ -14,6 +14,7 @@ LATE_S = 4.0  # for a busy machine
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_a_frozen_process_is_given_up_by_whoever_dialled_it_and_whoever_it_dialled() -> None:
     stands, ended = asyncio.Event(), asyncio.Event()
     server, port = await stream_peer.listening(ended.set)

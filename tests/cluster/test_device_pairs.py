@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape", "prefills", "decodes"),
     [
-        ("llama3", LAYERS, [ONE], [TWO]),
+        pytest.param("llama3", LAYERS, [ONE], [TWO], marks=pytest.mark.long),
         pytest.param("llama3", LAYERS, [ON_CPU, ONE, TWO], [ONE, TWO], marks=pytest.mark.long),
         pytest.param("llama3", LAYERS, [TWO], [ON_CPU], marks=pytest.mark.long),
         *[

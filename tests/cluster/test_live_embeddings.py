@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pdserve.text.scoring import NO, WORDS, YES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 CHUNK = 128
 FLAGS = ("--dtype", "float32", "--page-size", "16", "--max-num-batched-tokens", str(CHUNK), "--max-model-len", "1024")
@@ -111,7 +111,6 @@ def test_last_tokens_give_the_vectors_of_transformers(client: openai.OpenAI, ora
     assert given["float"].usage.prompt_tokens == given["float"].usage.total_tokens == sum(map(len, asked))
 
 
-@pytest.mark.long
 def test_means_give_the_vectors_of_transformers_though_prefixes_are_cached(
     oracle: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -189,7 +188,6 @@ def test_scores_are_those_of_the_models_card(client: openai.OpenAI, model: Path,
     assert [each["score"] for each in scores["data"]] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.long
 def test_chats_are_answered_while_texts_are_embedded(client: openai.OpenAI) -> None:
     asked = texts(400, seed=4, lengths=(100, 200, 300))
     with ThreadPoolExecutor(3) as pool:
@@ -203,7 +201,6 @@ def test_chats_are_answered_while_texts_are_embedded(client: openai.OpenAI) -> N
     assert num_answered >= 5
 
 
-@pytest.mark.long
 def test_a_killed_worker_costs_a_retry(cluster: LiveCluster, client: openai.OpenAI, oracle: PreTrainedModel) -> None:
     asked = texts(600, seed=5, lengths=(50, 300, 600))
     with ThreadPoolExecutor(1) as pool:

@@ -58,8 +58,8 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-METHODS = ("ngram", "suffix, two ranks", "eagle3", "mtp")
-OTHERS = ("suffix", "draft_model", "eagle3, two ranks", "mtp, two ranks")
+METHODS = ("ngram", "eagle3")
+OTHERS = ("suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks")
 LONG = [pytest.param(each, marks=pytest.mark.long) for each in OTHERS]
 
 

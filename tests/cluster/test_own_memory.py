@@ -151,7 +151,7 @@ def assert_hands_off(
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"),
     [
-        ("gpt-oss", "1", "2"),
+        pytest.param("gpt-oss", "1", "2", marks=pytest.mark.long),
         pytest.param("gpt-oss", "2", "1", marks=pytest.mark.long),
         pytest.param("gpt-oss", "2", "2", marks=pytest.mark.long),
         pytest.param("gemma3", "1", "2", marks=pytest.mark.long),

@@ -124,6 +124,7 @@ def test_each_model_answers_for_itself_through_every_door(both: Both) -> None:
         both.ask(name, seed=1)
 
 
+@pytest.mark.long
 def test_a_model_whose_workers_are_killed_comes_back_and_the_other_notices_nothing(both: Both) -> None:
     alpha, beta = both.clusters.values()
     before = {process.name: process for process in alpha.state.processes}

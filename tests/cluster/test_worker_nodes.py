@@ -136,7 +136,8 @@ def serving(folder: Path, model: Path) -> Iterator[TwoMachines]:
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("killed", ["node", pytest.param("rank", marks=LONG), pytest.param("worker", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("killed", ["node", "rank", "worker"])
 def test_the_end_of_any_process_ends_the_worker_on_both_machines(model: Path, tmp_path: Path, killed: str) -> None:
     with serving(tmp_path, model) as machines:
         (rank,) = machines.ranks
@@ -164,7 +165,8 @@ def test_a_machine_that_is_frozen_is_noticed_and_ends_once_it_thaws(model: Path,
         until(lambda: not rank.is_running(), 5)
 
 
-@pytest.mark.parametrize("asked", ["worker", pytest.param("node", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("asked", ["worker", "node"])
 def test_a_second_signal_ends_a_process_at_once_though_the_other_machine_is_frozen(
     model: Path, tmp_path: Path, asked: str
 ) -> None:

@@ -103,8 +103,10 @@ def check_chunks(loaded: ctypes.CDLL, latents: Latents) -> None:
 
 
 ENDS = [end for _, end in SPANS]
-SIZES = [(24, 8), (64, 32), (48, 16), (512, 64)]
+LARGE = pytest.param((512, 64), 4, 16, marks=pytest.mark.long)
+SIZES = [(24, 8), (64, 32), (48, 16)]
 GRID = [
+    LARGE,
     *product(SIZES, [4], [16]),
     *product([(64, 32)], [1, 3, 16, 20, 128], [16]),
     *product([(64, 32)], [4], [1, 7, 64, 1000]),
@@ -133,7 +135,7 @@ def test_as_many_heads_as_deepseek_v3_has_fit_on_a_stack(loaded: ctypes.CDLL) ->
         torch.testing.assert_close(out.double(), latents.expected(*cuts[0]), atol=2**-7, rtol=2**-7)
 
 
-@pytest.mark.parametrize(("sizes", "num_heads"), [((24, 8), 3), ((512, 64), 16)])
+@pytest.mark.parametrize(("sizes", "num_heads"), [((24, 8), 3), pytest.param((512, 64), 16, marks=pytest.mark.long)])
 def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, sizes: tuple[int, int], num_heads: int) -> None:
     check_rows(narrow, Latents(sizes, num_heads, CONTEXTS, 16, torch.bfloat16))
     check_rows(narrow, Latents(sizes, num_heads, CONTEXTS, 16, torch.float32))

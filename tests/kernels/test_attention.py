@@ -26,7 +26,6 @@ IN_EACH_RUN = [
     ((8, 1), 128),
     ((9, 3), 16),
     ((9, 3), 128),
-    ((8, 2), 384),
 ]  # all of both
 HEADS_AND_PAGES = [
     pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.long)

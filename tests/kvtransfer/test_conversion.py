@@ -23,6 +23,8 @@ from pdserve.protocol.kvlayout import KvGroup, KvLayout, coded_as
 
 DTYPES = ("float32", "bfloat16", "fp8_e4m3", "int8")
 HEAD_DIM = 32
+MOVERS = ("loopback", "nixl-shm", "nixl-tcp", "driven-tcp", "collective", "staged")
+ALWAYS = (("loopback", "fp8_e4m3"), ("nixl-tcp", "int8"), ("staged", "int8"))  # others in make test-long
 E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:-1])
 
 
@@ -107,7 +109,14 @@ def converting(setting: Setting, code: str) -> tuple[Writer, Target, Conversion]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        pytest.param(mover, code, marks=() if (mover, code) in ALWAYS else pytest.mark.long)
+        for mover, code in product(MOVERS, ("int8", "fp8_e4m3"))
+    ],
+    indirect=["setting"],
+)
 def test_converted_pages_arrive_with_the_digests_of_what_arrived(setting: Setting, code: str) -> None:
     writer, target, conversion = converting(setting, code)
     src, dst = pages(*range(NUM_PAGES)), pages(*reversed(range(NUM_PAGES)))

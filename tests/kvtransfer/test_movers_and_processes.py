@@ -12,6 +12,7 @@ from mover_settings import HANDOFF, NUM_PAGES, Setting, pages
 
 pytestmark = pytest.mark.slow
 
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("nixl-shm", "driven-tcp", "collective", "staged")]
 SOON_S = 10.0  # a fraction of a second where nothing else runs; who waits for TCP to give up takes minutes
 
 
@@ -29,6 +30,7 @@ def test_every_copy_to_a_killed_process_is_reported_soon(remote: Setting) -> Non
     assert reports[-1].reason
 
 
+@pytest.mark.parametrize("remote", ["nixl-tcp", *OTHERS], indirect=True)
 def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
     writer, target = remote.attached()
     everything = pages(*range(NUM_PAGES))

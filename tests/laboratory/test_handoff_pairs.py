@@ -6,6 +6,7 @@ from lab.handoffs import PAIRS, SHAPES, measure_handoffs
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_each_pair_of_degrees_hands_off_all_pages_and_names_their_bytes() -> None:
     found = list(measure_handoffs("SmolLM2-135M", num_pages=2, rounds=1))
     four = [" -> ".join(pair) for pair in PAIRS if "tp 4" in pair]

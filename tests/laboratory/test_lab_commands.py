@@ -24,6 +24,7 @@ pools: {prefill: {maxReplicas: 3}, decode: {maxReplicas: 3}}
 """
 
 
+@pytest.mark.long
 def test_a_policy_stands_beside_its_rivals(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY, encoding="utf-8")
     trace = [{"start_time": i / 4, "prompt_len": 900, "output_len": 40} for i in range(240)]

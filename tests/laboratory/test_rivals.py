@@ -21,6 +21,7 @@ LIMITS = dict.fromkeys(POOLS, Bounds(1, 6))
 SCENE = Scene(PROFILE, BUSY, OBJECTIVE, Shape(1, 1, local_prefill=False), dict.fromkeys(POOLS, 3.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scaler", [QueueAndKvUsage(LIMITS, 8), PlannerRules(LIMITS, 8, OBJECTIVE)], ids=["hpa", "planner"]
 )

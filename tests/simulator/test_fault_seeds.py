@@ -54,6 +54,7 @@ def test_the_command_tells_how_many_seeds_ran_and_how_they_ended(capsys: pytest.
     assert "messages/s" in told
 
 
+@pytest.mark.long
 def test_what_simulated_workers_log_is_not_the_commands_output() -> None:
     seed = 50  # workers of it drain by themselves, which their shell logs as an error
     command = [sys.executable, "-m", "faultsim", "--first", str(seed), "--seeds", "1", "--jobs", "1"]

@@ -101,6 +101,7 @@ def test_experts_in_mxfp4_stay_as_they_are_and_draw_the_tokens_of_their_weights(
     assert texts_on_the_gpu(coded) == texts_in_torch(built(checkpoint, "none", TorchOps()))
 
 
+@pytest.mark.long
 def test_experts_of_which_one_stack_has_an_extreme_scale_keep_the_other(tmp_path: Path) -> None:
     folder = write_in_mxfp4(tmp_path, num_hidden_layers=2)[1]
     tensors = load_file(folder / SINGLE_FILE)

@@ -31,6 +31,7 @@ def other() -> Model:
     return one_layer(hidden_size=32)
 
 
+@pytest.mark.long
 def test_kernels_sample_behind_a_draft_model_what_a_cpu_samples_without(model: Model, other: Model) -> None:
     plain = answered_mixed(Bench(model))
     for draft in (model, other):
@@ -41,6 +42,7 @@ def test_kernels_sample_behind_a_draft_model_what_a_cpu_samples_without(model: M
     assert tuple(ids(plain.answers)[5, 0]) in LISTED
 
 
+@pytest.mark.long
 def test_a_draft_model_on_kernels_is_right_with_penalties_noise_and_grammars_if_it_is_the_model(model: Model) -> None:
     bench = answered_mixed(KernelBench(model, 60, draft=model))
     num_ends = 1  # of the answer with a grammar, behind which nothing follows
@@ -65,6 +67,7 @@ def test_sequences_that_preempt_each_other_on_kernels_keep_their_tokens_with_a_d
     assert_same(bench, plain)
 
 
+@pytest.mark.long
 def test_an_answer_stops_within_a_chain_of_a_draft_models_guesses_on_kernels(model: Model) -> None:
     params = replace(GREEDY, max_tokens=60)
     answer = ids(answered(Bench(model), params).answers)[0, 0]

@@ -129,6 +129,7 @@ def test_right_guesses_of_a_head_save_steps_of_kernels(model: Model, head: Eagle
     assert bench.counts["steps"] < 0.8 * plain.counts["steps"]
 
 
+@pytest.mark.long
 def test_an_answer_stops_within_a_chain_of_a_heads_guesses_on_kernels(model: Model, head: Eagle3Head) -> None:
     whole = answered(Bench(model), replace(GREEDY, max_tokens=30))
     answer = ids(whole.answers)[0, 0]
@@ -192,18 +193,13 @@ FEW = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 
 WINDOWS = {**FEW, "num_hidden_layers": 3, "sliding_window": 24}  # more layers with windows than others
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of padding, whose results nobody reads
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("gemma2", WINDOWS),
-        *(
-            pytest.param(family, shape, marks=pytest.mark.long)
-            for family, shape in (
-                *((each, FEW) for each in ("llama3", "qwen2", "qwen3", "qwen3-moe")),
-                ("gpt-oss", WINDOWS),
-            )
-        ),
+        *((each, FEW) for each in ("llama3", "qwen2", "qwen3", "qwen3-moe")),
+        *((each, WINDOWS) for each in ("gemma2", "gpt-oss")),
     ],
 )
 def test_a_head_on_kernels_guesses_beside_each_family_what_it_guesses_on_a_cpu(
@@ -216,9 +212,8 @@ def test_a_head_on_kernels_guesses_beside_each_family_what_it_guesses_on_a_cpu(
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-@pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.long) for each in ("glm4-moe", "glm4-lite"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "glm4-lite"])
 def test_a_module_on_kernels_guesses_what_it_guesses_on_a_cpu(tmp_path: Path, family: str) -> None:
     checkpoint = open_directory(write_model_with_module(family, tmp_path, **SMALL[family]))
     models, heads, module = list[Model](), list[Head](), open_mtp(checkpoint)

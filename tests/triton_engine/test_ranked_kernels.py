@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("family", "size", "shape"),
     [
         ("llama3", 2, NINE_HEADS),  # one KV head, and two
-        ("qwen3-moe", 2, {}),  # experts are multiplied in groups
+        pytest.param("qwen3-moe", 2, {}, marks=pytest.mark.long),  # experts are multiplied in groups
         pytest.param("llama3", 3, NINE_HEADS, marks=pytest.mark.long),
         pytest.param("qwen2", 2, {}, marks=pytest.mark.long),  # biases
         pytest.param("qwen2-moe", 2, {}, marks=pytest.mark.long),  # a shared expert with a gate

@@ -128,6 +128,7 @@ def share_of_right_guesses(answers: list[Guessed]) -> float:
     return sum(rights) / len(rights)
 
 
+@pytest.mark.long
 def test_a_head_on_ranks_of_dummy_weights_has_the_embedding_of_these(tmp_path: Path) -> None:
     model = write_model("llama3", tmp_path)
     (model / "model.safetensors").unlink()

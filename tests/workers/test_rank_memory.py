@@ -22,6 +22,7 @@ from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.settings.degrees import Degrees
 from pdserve.worker.boot import build_engine, build_mover, open_model
 
+LONG = pytest.mark.long
 TWO = {"tensor_parallel_size": 2}
 
 
@@ -76,15 +77,16 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
 @pytest.mark.parametrize(
     ("family", "settings", "shares"),
     [
-        ("llama3", {}, [Share((0, 3), (0, 2))]),
-        ("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
+        pytest.param("llama3", {}, [Share((0, 3), (0, 2))], marks=LONG),
+        pytest.param("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))], marks=LONG),
         ("llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
-        ("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))]),  # K and V of its layer that sees all tokens
+        pytest.param("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))], marks=LONG),
         ("deepseek-v3", TWO, [Share((0, 3), (0, 1), copy, 2) for copy in (0, 1)]),
-        (
+        pytest.param(
             "llama3",
             {"tensor_parallel_size": 4},
             [Share((0, 3), head, copy, 2) for head in ((0, 1), (1, 2)) for copy in (0, 1)],
+            marks=LONG,
         ),
     ],
 )

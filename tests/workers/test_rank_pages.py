@@ -19,10 +19,10 @@ AGAIN: list[Asked] = [([*prompt(250, 1), 7, 8], GREEDY)]  # behind pages that ar
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        ("gemma3", 2),
+        pytest.param("gemma3", 2, marks=pytest.mark.long),
         ("gpt-oss", 2),
-        ("deepseek-v3", 2),
-        ("llama3", 4),  # of two KV heads
+        pytest.param("deepseek-v3", 2, marks=pytest.mark.long),
+        pytest.param("llama3", 4, marks=pytest.mark.long),  # of two KV heads
         pytest.param("gemma3", 4, marks=pytest.mark.long),
         pytest.param("deepseek-v2", 2, marks=pytest.mark.long),
         pytest.param("glm4-lite", 2, marks=pytest.mark.long),

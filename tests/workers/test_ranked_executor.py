@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,8 @@ from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
 from pdserve.worker.server import ending_on_broken_device
 
-TENSOR, PIPELINE = BY = ("tensor_parallel_size", "pipeline_parallel_size")
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
+BY = (TENSOR, pytest.param(PIPELINE, marks=pytest.mark.long))
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WHOLE = Share((0, 2), (0, 4))
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
@@ -86,8 +88,13 @@ def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
 
 
-@pytest.mark.parametrize("memory", ["shared", "own"])
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize(
+    ("by", "memory"),
+    [
+        pytest.param(*case, marks=() if case in ((TENSOR, "own"), (PIPELINE, "shared")) else pytest.mark.long)
+        for case in product((TENSOR, PIPELINE), ("shared", "own"))
+    ],
+)
 def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by: str, memory: str) -> None:
     found, vectors, scored, guessed = [], [], [], []
     for size in (1, 2):
@@ -129,7 +136,10 @@ def test_the_memory_of_the_pages_of_each_rank_is_taken_while_the_worker_serves(
         until(lambda: rank.memory_info().rss - before > 0.9 * num_bytes)
 
 
-@pytest.mark.parametrize(("by", "has_library"), [(TENSOR, True), (TENSOR, False), (PIPELINE, True)])
+@pytest.mark.parametrize(
+    ("by", "has_library"),
+    [(TENSOR, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((TENSOR, False), (PIPELINE, True)))],
+)
 def test_a_step_that_fails_where_others_wait_is_a_broken_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, has_library: bool
 ) -> None:
@@ -234,7 +244,10 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
 
 @pytest.mark.parametrize(
     ("by", "problem"),
-    [(TENSOR, "rank 1: it took no part in a sum for 1 s"), (PIPELINE, "pipeline stage 0: it took no part in a step")],
+    [
+        (TENSOR, "rank 1: it took no part in a sum for 1 s"),
+        pytest.param(PIPELINE, "pipeline stage 0: it took no part in a step", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path, by: str, problem: str) -> None:
     with executor_of(config_of(tmp_path, by=by, stalled_step_s=1.0)) as executor:
@@ -340,7 +353,7 @@ def test_a_rank_that_does_not_load_ends_the_worker(tmp_path: Path, monkeypatch: 
     assert not ranks()
 
 
-@pytest.mark.parametrize("first_has_library", [True, False])
+@pytest.mark.parametrize("first_has_library", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ranks_of_which_one_alone_has_the_compiled_library_do_not_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_has_library: bool
 ) -> None:
