@@ -14,18 +14,21 @@ from pdserve.kernels.products import Finish, Tile, coded_rows, num_splits, produ
 from pdserve.kernels.tuning import INTERPRETER, Device
 
 NEAR = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-FORMS: tuple[tuple[Kind, int, bool], ...] = (  # codes, inputs that share a scale (0: all), whether there are minimums
-    ("int4", 32, True),
-    ("int4", 64, False),
+# Codes, inputs that share a scale (0: all), whether there are minimums: those of each run, and others.
+FORMS: tuple[tuple[Kind, int, bool], ...] = (
     ("int4", 128, True),
     ("int4", 0, False),
-    ("int8", 32, True),
     ("int8", 128, False),
+    ("fp8", 128, False),
+    ("fp8", 0, False),
+)
+OTHER_FORMS: tuple[tuple[Kind, int, bool], ...] = (
+    ("int4", 32, True),
+    ("int4", 64, False),
+    ("int8", 32, True),
     ("int8", 0, False),
     ("int8", 0, True),
     ("fp4", 32, False),
-    ("fp8", 128, False),
-    ("fp8", 0, False),
 )
 ROWS = (1, 5, 16, 33, 64)
 SHAPES = ((64, 256), (100, 384), (33, 160))  # outputs and inputs; a group may be cut off at the end
@@ -39,7 +42,9 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("kind", "group", "minimums"), FORMS)
+@pytest.mark.parametrize(
+    ("kind", "group", "minimums"), [*FORMS, *(pytest.param(*form, marks=pytest.mark.long) for form in OTHER_FORMS)]
+)
 def test_products_with_codes_are_those_with_their_weights(kind: Kind, group: int, *, minimums: bool) -> None:
     for (outputs, inputs), num_rows in pairs(SHAPES, ROWS):
         bias = rows_of(1, outputs)[0]
@@ -69,7 +74,10 @@ def test_inputs_of_floats_need_not_fill_a_block(inputs: int) -> None:
     assert error(product(x, by_blocks), x.double() @ values.t()) < NEAR[torch.float32]
 
 
-@pytest.mark.parametrize(("num_rows", "num_sms", "splits"), [(1, 4, 8), (20, 4, 4), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_sms", "splits"),
+    [(1, 4, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in ((20, 4, 4), (1, 1, 2)))],
+)
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_parts_of_the_inputs_sum_to_the_whole_and_are_finished_once(
     kind: Kind, num_rows: int, num_sms: int, splits: int

@@ -136,6 +136,7 @@ def test_what_a_case_has_used_is_gone_when_the_next_one_is_set_up() -> None:
     assert rows == [Row("used it"), Row("left it", {"are left": 0.0})]
 
 
+@pytest.mark.long
 def test_a_section_that_runs_out_of_time_says_so_between_two_cases() -> None:
     computing = Computing(Options(is_dry=True))
     try:

@@ -66,11 +66,11 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> No
 def cases(kinds: Sequence[str]) -> list[object]:
     always = (
         ("delta of two widths", torch.float32, FEW),
-        ("delta of 128", torch.float32, (66,)),
         ("space of 128", torch.bfloat16, (66,)),
     )
     return [
         *(pytest.param(*case) for case in always),
+        pytest.param("delta of 128", torch.float32, (66,), marks=pytest.mark.long),
         *(pytest.param(kind, dtype, MANY, marks=pytest.mark.long) for kind in kinds for dtype in CLOSE),
     ]
 
@@ -89,7 +89,7 @@ def test_sequences_of_unlike_lengths_in_one_step_are_the_formulas(
 @pytest.mark.parametrize(
     ("kind", "cuts"),
     [
-        ("delta of two widths", (0, 64, SPAN + 4)),
+        pytest.param("delta of two widths", (0, 64, SPAN + 4), marks=pytest.mark.long),
         *(pytest.param(kind, (0, 70, 71, 90, 2 * SPAN, 2 * SPAN + 20), marks=pytest.mark.long) for kind in ALL_KINDS),
     ],
 )

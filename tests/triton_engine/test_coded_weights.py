@@ -51,8 +51,8 @@ def texts_in_torch(model: Decoder) -> list[list[int]]:
     ("case", "kind", "has_minimums"),
     [
         ("awq", "int4", True),
-        ("words", "int4", False),
-        ("gptq, order of activations", "int4", True),
+        pytest.param("words", "int4", False, marks=pytest.mark.long),
+        pytest.param("gptq, order of activations", "int4", True, marks=pytest.mark.long),
         pytest.param("gptq, 8 bits", "int8", True, marks=pytest.mark.long),
         ("int8", "int8", False),
         pytest.param("fp8 of outputs", "fp8", False, marks=pytest.mark.long),
@@ -127,6 +127,7 @@ def test_an_embedding_that_a_gpu_holds_as_floats_is_not_rounded(tmp_path: Path) 
         assert weights.keys() == floats.keys()
 
 
+@pytest.mark.long
 def test_floats_are_rounded_to_codes_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:
     checkpoint = open_directory(write_model("llama3", tmp_path, num_hidden_layers=1))
     assert choose_quantization("int4", checkpoint, "float16", "cuda") == "int4"

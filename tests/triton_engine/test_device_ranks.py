@@ -130,6 +130,7 @@ def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_
         np.testing.assert_allclose(each, pages[0], atol=1e-5)
 
 
+@pytest.mark.long
 def test_closing_waits_for_steps_launched_ahead_on_all_ranks(model: Path) -> None:
     with engine_of(config_of(model)) as engine:
         before = tokens_of(engine.executor.start(PLAN).result(60))
@@ -138,6 +139,7 @@ def test_closing_waits_for_steps_launched_ahead_on_all_ranks(model: Path) -> Non
     assert not ranks()
 
 
+@pytest.mark.long
 def test_a_request_that_cannot_be_sampled_fails_alone_beside_steps_launched_ahead(model: Path) -> None:
     wrong = replace(spec(), matcher=Broken())
     plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(wrong,))))
@@ -179,6 +181,7 @@ def test_the_end_of_a_rank_ends_the_worker_with_the_status_of_a_broken_device(
     assert ended == [DEVICE_EXIT_STATUS]
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_a_broken_device(model: Path) -> None:
     with engine_of(config_of(model, stalled_step_s=3.0)) as engine:
         (rank,) = ranks()
@@ -188,6 +191,7 @@ def test_a_rank_that_hangs_is_a_broken_device(model: Path) -> None:
     assert not ranks()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_frozen_for_a_while_launches_the_same_step(model: Path) -> None:
     with engine_of(config_of(model)) as engine:
         before = tokens_of(engine.executor.start(PLAN).result(60))

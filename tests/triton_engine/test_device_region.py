@@ -59,7 +59,7 @@ def test_digests_of_the_parts_of_ranks_add_up_to_that_of_the_whole_page(num_rank
     assert [region.share for region in regions] == list(divided.shares)
 
 
-@pytest.mark.parametrize("num_copies", [2, 3])
+@pytest.mark.parametrize("num_copies", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_that_hold_the_same_send_parts_whose_digests_add_up(num_copies: int) -> None:
     pages, shares = random_pages(12), copies(num_copies, by_heads(HEADS))
     parts = zip(Divided.of(pages, shares).parts, shares, strict=True)

@@ -79,6 +79,7 @@ def test_an_answer_stops_within_a_chain_of_a_draft_models_guesses_on_kernels(mod
     assert 1 + bench.counts["steps"] + bench.counts["right"] > place + 1, "guesses behind it were right"
 
 
+@pytest.mark.long
 def test_passes_of_a_draft_model_on_kernels_are_replayed_in_captured_sizes(
     model: Model, other: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ class DraftingSeldomOnKernels(DraftingSeldom, KernelBench):
     pass
 
 
+@pytest.mark.long
 def test_a_head_takes_in_steps_that_are_launched_while_others_run(model: Model, head: Eagle3Head) -> None:
     asked = replace(GREEDY, max_tokens=18), replace(PENALIZED, max_tokens=16)
     plain, on_cpu, bench = (
