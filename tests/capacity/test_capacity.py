@@ -114,6 +114,7 @@ def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool()
     assert sum(outcome.meets(OBJECTIVE) for outcome in run.outcomes) > 0.8 * len(run.outcomes)
 
 
+@pytest.mark.long
 def test_no_rate_keeps_objectives_that_cannot_be_met() -> None:
     question = Question(PROFILE, random_lengths(50, 300, 30, 5), Objective(0.001, 0.1))
     found = highest_rate(question, Shape(1, 1), "round_robin", 0.9)

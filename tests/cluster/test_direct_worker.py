@@ -28,7 +28,8 @@ def request(**sampling: object) -> vllm.GenerateRequest:
     )
 
 
-@pytest.mark.parametrize("role", [pytest.param("decode", marks=pytest.mark.long), "mixed"])
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["decode", "mixed"])
 def test_it_computes_from_the_prompt_to_the_end_and_drains(
     tmp_path: Path, model: Path, oracle: PreTrainedModel, role: str
 ) -> None:

@@ -37,7 +37,8 @@ def expected(model: Path, code: KvCode | None, asked: list[int]) -> list[int]:
     return list(engine.answer(asked, params)[0])
 
 
-@pytest.mark.parametrize("code", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
 def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, code: KvCode) -> None:
     prompts = [prompt(length) for length in (152, 29, 301)]
     with live_cluster(tmp_path, model, *FLAGS, "--kv-cache-dtype", code) as cluster:

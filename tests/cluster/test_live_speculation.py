@@ -58,12 +58,11 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-METHODS = ("ngram", "eagle3")
-OTHERS = ("suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks")
+OTHERS = ("ngram", "suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks")
 LONG = [pytest.param(each, marks=pytest.mark.long) for each in OTHERS]
 
 
-@pytest.fixture(scope="module", params=[*METHODS, *LONG])
+@pytest.fixture(scope="module", params=["eagle3", *LONG])
 def method(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -170,6 +169,7 @@ def test_answers_are_those_of_one_engine_without_guesses(
     assert in_ledgers(streams) == (guessed(cluster), accepted(cluster)), "it is the first test"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["draft_model"], indirect=True)
 def test_a_draft_model_knows_prompts_that_other_workers_computed(
     cluster: LiveCluster, expected: list[dict[int, list[int]]]
@@ -180,7 +180,7 @@ def test_a_draft_model_knows_prompts_that_other_workers_computed(
     assert num_right > 0.95 * num_guessed > 0, "it is the same model"
 
 
-@pytest.mark.parametrize("method", ["eagle3", LONG], indirect=True)
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("eagle3, two ranks", marks=pytest.mark.long)], indirect=True)
 def test_kv_of_a_head_crosses_with_prompts_that_other_workers_computed(cluster: LiveCluster, model: Path) -> None:
     """The head guesses what followed the same token before, and only the prompt has that."""
     walks = longest_walks(load_file(model / WEIGHTS), COUNT)

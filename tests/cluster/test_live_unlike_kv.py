@@ -122,6 +122,7 @@ def test_a_worker_of_two_ranks_hands_over_to_one_of_another_type(tmp_path: Path,
     assert answer.ledger.decode_worker == "decode-0"
 
 
+@pytest.mark.long
 def test_a_router_that_may_not_pair_them_says_why(tmp_path: Path, model: Path) -> None:
     strict = {"converts_kv": False}
     with wired_cluster(tmp_path, model, POOLS, FLAGS, strict, own_flags(None, "int8")) as cluster:

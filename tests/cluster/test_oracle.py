@@ -59,13 +59,11 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, asked: list[lis
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "is_short"),
     [(name, True) for name in ALWAYS]
-    + [
-        pytest.param(name, False, marks=pytest.mark.long)
-        for name in dict.fromkeys((*FAMILIES, *WITH_WINDOWS, *WITH_EXPERTS, *STATES))
-    ],
+    + [(name, False) for name in dict.fromkeys((*FAMILIES, *WITH_WINDOWS, *WITH_EXPERTS, *STATES))],
 )
 def test_each_family_in_float32_answers_as_transformers_does(family: str, *, is_short: bool, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / family)

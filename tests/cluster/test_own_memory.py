@@ -97,16 +97,17 @@ def meet(cluster: LiveCluster, num_prefills: int) -> None:
     cluster.wait_for(is_idle, 5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prefill", "decode", "lengths"),
     [
         ("tp 1", "tp 2", (1, 16, 40)),
-        pytest.param("tp 1", "tp 2", LENGTHS, marks=pytest.mark.long),
-        pytest.param("tp 2", "tp 1", LENGTHS, marks=pytest.mark.long),
-        pytest.param("tp 2", "tp 2", LENGTHS, marks=pytest.mark.long),
-        pytest.param("pp 1", "pp 2", LENGTHS, marks=pytest.mark.long),
-        pytest.param("pp 2", "tp 2", LENGTHS, marks=pytest.mark.long),
-        pytest.param("pp 2", "pp 2", LENGTHS, marks=pytest.mark.long),
+        ("tp 1", "tp 2", LENGTHS),
+        ("tp 2", "tp 1", LENGTHS),
+        ("tp 2", "tp 2", LENGTHS),
+        ("pp 1", "pp 2", LENGTHS),
+        ("pp 2", "tp 2", LENGTHS),
+        ("pp 2", "pp 2", LENGTHS),
     ],
 )
 def test_pairs_of_ranks_with_memory_of_their_own_answer_as_transformers_does(
@@ -148,21 +149,22 @@ def assert_hands_off(
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"),
     [
-        pytest.param("gpt-oss", "1", "2", marks=pytest.mark.long),
-        pytest.param("gpt-oss", "2", "1", marks=pytest.mark.long),
-        pytest.param("gpt-oss", "2", "2", marks=pytest.mark.long),
-        pytest.param("gemma3", "1", "2", marks=pytest.mark.long),
-        pytest.param("gemma3", "2", "1", marks=pytest.mark.long),
-        pytest.param("gemma3", "2", "2", marks=pytest.mark.long),
-        pytest.param("gemma3", "4", "1", marks=pytest.mark.long),  # of two KV heads
-        pytest.param("deepseek-v3", "2", "2", marks=pytest.mark.long),
-        pytest.param("deepseek-v3", "1", "2", marks=pytest.mark.long),
-        pytest.param("deepseek-v3", "2", "1", marks=pytest.mark.long),
-        pytest.param("llama3", "4", "2", marks=pytest.mark.long),
-        pytest.param("llama3", "1", "4", marks=pytest.mark.long),
+        ("gpt-oss", "1", "2"),
+        ("gpt-oss", "2", "1"),
+        ("gpt-oss", "2", "2"),
+        ("gemma3", "1", "2"),
+        ("gemma3", "2", "1"),
+        ("gemma3", "2", "2"),
+        ("gemma3", "4", "1"),  # of two KV heads
+        ("deepseek-v3", "2", "2"),
+        ("deepseek-v3", "1", "2"),
+        ("deepseek-v3", "2", "1"),
+        ("llama3", "4", "2"),
+        ("llama3", "1", "4"),
     ],
 )
 def test_ranks_answer_as_transformers_does_beyond_windows_and_with_copies_of_latent_rows_or_heads(

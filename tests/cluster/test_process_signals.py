@@ -160,6 +160,7 @@ def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
             assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
 
 
+@pytest.mark.long
 def test_a_worker_that_attaches_to_no_router_is_not_ready_and_ends_as_one_that_has_drained(
     model: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_closing_terminal_cuts_no_stream_of_a_cluster(model: Path, tmp_path: P
     assert not any(each.pid is not None and psutil.pid_exists(each.pid) for each in state.processes)
 
 
+@pytest.mark.long
 def test_a_router_drains_when_its_terminal_closes_and_a_later_hangup_does_not_cut_its_drain(
     model: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def reason(found: Path | Missing) -> Reason | None:
     return found.reason if isinstance(found, Missing) else None
 
 
+@pytest.mark.long
 def test_the_sources_compile_without_a_warning() -> None:
     units = [str(path) for path in SOURCES.glob("*.c")]
     flags = [flag for flag in FLAGS if flag != "-shared"]

@@ -24,7 +24,7 @@ from pdserve.protocol.kvlayout import KvGroup, KvLayout, coded_as
 DTYPES = ("float32", "bfloat16", "fp8_e4m3", "int8")
 HEAD_DIM = 32
 MOVERS = ("loopback", "nixl-shm", "nixl-tcp", "driven-tcp", "collective", "staged")
-ALWAYS = (("loopback", "fp8_e4m3"), ("nixl-tcp", "int8"), ("staged", "int8"))  # others in make test-long
+ALWAYS = (("loopback", "fp8_e4m3"), ("nixl-tcp", "int8"))  # others in make test-long
 E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:-1])
 
 
@@ -128,6 +128,11 @@ def test_converted_pages_arrive_with_the_digests_of_what_arrived(setting: Settin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    ["nixl-tcp", *(pytest.param(each, marks=pytest.mark.long) for each in MOVERS if each != "nixl-tcp")],
+    indirect=True,
+)
 def test_the_way_of_converted_pages_can_be_measured(setting: Setting) -> None:
     writer, target, _ = converting(setting, "int8")
     assert writer.mover.probe(target.peer).result(20).bytes_per_s > 0

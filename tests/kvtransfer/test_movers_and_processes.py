@@ -13,6 +13,8 @@ from mover_settings import HANDOFF, NUM_PAGES, Setting, pages
 pytestmark = pytest.mark.slow
 
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("nixl-shm", "driven-tcp", "collective", "staged")]
+REMOTE = pytest.mark.parametrize("remote", ["nixl-tcp", *OTHERS], indirect=True)  # others in make test-long
+TCP = pytest.mark.parametrize("tcp", ["nixl-tcp", *OTHERS[1:]], indirect=True)
 SOON_S = 10.0  # a fraction of a second where nothing else runs; who waits for TCP to give up takes minutes
 
 
@@ -30,7 +32,7 @@ def test_every_copy_to_a_killed_process_is_reported_soon(remote: Setting) -> Non
     assert reports[-1].reason
 
 
-@pytest.mark.parametrize("remote", ["nixl-tcp", *OTHERS], indirect=True)
+@REMOTE
 def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
     writer, target = remote.attached()
     everything = pages(*range(NUM_PAGES))
@@ -45,6 +47,7 @@ def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
     assert np.array_equal(heir.view, writer.view)
 
 
+@TCP
 def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_to_be_dead(tcp: Setting) -> None:
     writer, target = tcp.attached()
     everything = pages(*range(NUM_PAGES))
@@ -59,6 +62,7 @@ def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_t
     assert stopped.digests is None
 
 
+@TCP
 def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
     writer, target = tcp.attached()
     everything = pages(*range(NUM_PAGES))
@@ -70,6 +74,7 @@ def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
     assert np.array_equal(target.view, writer.view)
 
 
+@REMOTE
 def test_an_attached_mover_without_work_uses_no_processor(remote: Setting) -> None:
     writer, target = remote.attached()
     assert writer.write(target, pages(0), pages(0)).digests is not None

@@ -49,6 +49,7 @@ def test_a_flag_that_cannot_be_is_refused_before_anything_starts(flags: tuple[st
     assert f"Invalid value for '{flag}'" in ended.stderr
 
 
+@pytest.mark.long
 def test_an_operators_mistake_is_one_line() -> None:
     command = [sys.executable, "-m", "lab", "versus", "/no/such/policy.yaml", "--workload", "2x3x4"]
     ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)

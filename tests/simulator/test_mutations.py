@@ -119,7 +119,12 @@ def test_the_simulator_catches(name: str) -> None:
     pytest.fail(f"{MAX_SEEDS} seeds passed in spite of {name}")
 
 
-@pytest.mark.parametrize("name", BY_TEST)
+SLOW = "send_what_is_held_a_second_time"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == SLOW else ()) for name in BY_TEST]
+)
 def test_a_test_of_the_machine_catches(name: str) -> None:
     path, claim = BY_TEST[name]
     with MUTATIONS[name](), pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):

@@ -96,9 +96,8 @@ def assert_nearly_same(guesses: list[tuple[tuple[int, ...], tuple[int, ...]]]) -
     assert sum(one[0] == several[0] for one, several in guesses) > 0.7 * len(guesses) > 1
 
 
-@pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.long) for each in ("glm4-moe", "glm4-lite"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "glm4-lite"])
 def test_a_module_on_the_first_of_several_ranks_guesses_what_it_guesses_on_one(tmp_path: Path, family: str) -> None:
     model = write_model_with_module(family, tmp_path)
     assert all(several == one for one, several in guesses_of(model, head=MODULE))

@@ -79,7 +79,9 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
     [
         pytest.param("llama3", {}, [Share((0, 3), (0, 2))], marks=LONG),
         pytest.param("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))], marks=LONG),
-        ("llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
+        pytest.param(
+            "llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))], marks=LONG
+        ),
         pytest.param("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))], marks=LONG),
         ("deepseek-v3", TWO, [Share((0, 3), (0, 1), copy, 2) for copy in (0, 1)]),
         pytest.param(

@@ -204,6 +204,7 @@ def test_a_rank_that_is_killed_in_a_sum_is_named_within_the_limit_and_later_sums
         assert time.monotonic() - began_s < 5.0
 
 
+@pytest.mark.long
 def test_a_frozen_rank_costs_no_time_of_the_processor_and_goes_on_with_right_sums() -> None:
     with beside(LIMIT_S, 21) as (ranks, process), ThreadPoolExecutor(1) as thread:
         os.kill(process.pid, signal.SIGSTOP)
@@ -220,6 +221,7 @@ def test_a_frozen_rank_costs_no_time_of_the_processor_and_goes_on_with_right_sum
         ranks.check()
 
 
+@pytest.mark.long
 def test_a_frozen_rank_costs_little_time_where_many_threads_run_a_program() -> None:
     loaded = library()
     assert not isinstance(loaded, Missing)

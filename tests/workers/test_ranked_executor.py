@@ -121,6 +121,7 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by
     assert not ranks()
 
 
+@pytest.mark.long
 def test_the_memory_of_the_pages_of_each_rank_is_taken_while_the_worker_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path, by: str) -
     assert tokens_of(result)[0] == tokens_of(alone)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", BY)
 def test_a_prompt_whose_vector_is_not_finite_fails_alone_on_two_ranks(tmp_path: Path, by: str) -> None:
     folder = write_model("llama3", tmp_path / "model")
@@ -242,11 +244,12 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("by", "problem"),
     [
         (TENSOR, "rank 1: it took no part in a sum for 1 s"),
-        pytest.param(PIPELINE, "pipeline stage 0: it took no part in a step", marks=pytest.mark.long),
+        (PIPELINE, "pipeline stage 0: it took no part in a step"),
     ],
 )
 def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path, by: str, problem: str) -> None:
@@ -259,6 +262,7 @@ def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path, by: str,
     assert not ranks()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", BY)
 def test_a_rank_that_is_frozen_for_a_while_computes_the_same_step(tmp_path: Path, by: str) -> None:
     with executor_of(config_of(tmp_path, by=by)) as executor:
@@ -272,6 +276,7 @@ def test_a_rank_that_is_frozen_for_a_while_computes_the_same_step(tmp_path: Path
         assert tokens_of(running.result(60)) == before
 
 
+@pytest.mark.long
 def test_ranks_of_a_machine_without_a_compiler_compute_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +310,7 @@ def test_the_first_stage_computes_a_known_step_while_the_last_one_computes_the_s
         assert first == second
 
 
+@pytest.mark.long
 def test_a_stage_that_has_begun_a_step_ahead_is_known_to_be_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +330,7 @@ def test_a_stage_that_has_begun_a_step_ahead_is_known_to_be_in_it(
     assert were_waiting == [False, False]
 
 
+@pytest.mark.long
 def test_a_step_that_fails_behind_another_one_is_a_broken_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

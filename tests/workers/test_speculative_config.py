@@ -97,7 +97,8 @@ def drafting(target: Path, draft: Path, **settings: object) -> WorkerConfig:
     return worker(target, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 5}, **settings)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_model_on_the_first_of_several_ranks_changes_no_token(tmp_path: Path, temperature: float) -> None:
     target = write_model("llama3", tmp_path)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
