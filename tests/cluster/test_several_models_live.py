@@ -90,6 +90,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     assert all((folder / "pdserve" / name / "drained").exists() for name in ("both", "both-beta"))
 
 
+@pytest.mark.long
 def test_each_model_answers_for_itself_through_every_door(both: Both) -> None:
     chat = [{"role": "user", "content": "hello"}]
     greedily = {"temperature": 0}

@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama3", tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.long
 def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_transformers_does(
     model: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def model() -> Model:
     return one_layer()
 
 
+@pytest.mark.long
 def test_kernels_sample_with_right_and_wrong_guesses_what_a_cpu_samples_without(model: Model) -> None:
     plain = answered_mixed(Bench(model))
     known = ids(plain.answers)

@@ -54,6 +54,7 @@ def head(model: Model) -> Eagle3Head:
     return made_head(model, ops_for(model.device, 16))
 
 
+@pytest.mark.long
 def test_a_head_on_kernels_guesses_what_it_guesses_on_a_cpu_and_changes_no_token(
     model: Model, head: Eagle3Head
 ) -> None:
