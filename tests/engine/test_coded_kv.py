@@ -3,10 +3,9 @@
 The plain model sees all tokens at once and has no pages. It rounds by code of its own.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -17,17 +16,17 @@ import reference_kernels as reference
 import torch
 from greedy_runs import greedy_texts, spec
 from model_zoo import prompt, write_model
+from scheduled import Scheduled, sequence_of
 from small_models import small_config, small_model
 from torch import Tensor
 
-from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.base.ids import PageId
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine import runner as runner_module
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.engine.verification import verifying
 from pdserve.executor.failing import Isolating
@@ -129,62 +128,42 @@ def test_so_does_plain_torch(monkeypatch: pytest.MonkeyPatch, code: KvCode, chun
     assert greedy_texts(runner, PROMPTS, NUM_TOKENS, chunk_tokens) == expected(code)
 
 
-@dataclass
-class Bench:
+class Bench(Scheduled):
     """A scheduler and a runner that plans a step while one is computed."""
 
-    code: KvCode
-    num_pages: int
-    page_size: int = 16
-    known: Seq[Seq[int]] = ()  # answers of which tokens are guessed, each fourth one wrong
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    num_ahead: int = 0
-    num_guesses: int = 0
+    def __init__(self, code: KvCode, num_pages: int, page_size: int = 16, known: Seq[Seq[int]] = ()) -> None:
+        """known: answers of which tokens are guessed, each fourth one wrong."""
+        runner = Runner(of_small_model(), num_pages, page_size, (END,), code=code)
+        cache_ = KvCache(num_pages, paging_of(runner.groups), PrefixHasher(b"secret", "model"))
+        limits = Limits(8, 40, 400, frozenset({END}), 6 if known else 0)
+        super().__init__(cache_, limits, Isolating(verifying(runner.run)).run, depth=2)
+        self.known, self.num_guesses = known, 0
 
-    def __post_init__(self) -> None:
-        runner = Runner(of_small_model(), self.num_pages, self.page_size, (END,), code=self.code)
-        cache_ = KvCache(self.num_pages, paging_of(runner.groups), PrefixHasher(b"secret", "model"))
-        most_guesses = 6 if self.known else 0
-        self.scheduler = Scheduler(cache_, Limits(8, 40, 400, frozenset({END}), most_guesses))
-        self._run = Isolating(verifying(runner.run)).run
-
-    def compute(self, plan: StepPlan) -> StepResult:
-        result, drafts = self._run(plan), {}
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result, drafts = self.compute(plan), {}
+        self.num_guesses += sum(chunk.num_drafts for chunk in plan.chunks)
         for place, (chunk, tokens) in enumerate(zip(plan.chunks, result.tokens, strict=True)):
             if self.known and tokens:
                 answer, first = self.known[chunk.samples[0].sequence[0]], chunk.samples[0].index + len(tokens[0])
                 drafts[place] = tuple(
                     [(token + (at % 4 == 3)) % VOCAB for at, token in enumerate(answer[first : first + 6], first)]
                 )
-        return replace(result, drafts=drafts, elapsed_s=0.01 + 0.0001 * plan.num_tokens)  # rows cost little
+        brought = replace(result, drafts=drafts, elapsed_s=0.01 + 0.0001 * plan.num_tokens)  # rows cost little
+        return lambda: brought
 
-    def answers(self, prompts: Mapping[int, Seq[int]]) -> dict[int, list[int]]:
+    def answer(self, prompts: Mapping[int, Seq[int]]) -> dict[int, list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         for number, asked in prompts.items():
-            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(asked), len(asked), params, (0,))
-            self.scheduler.add(Sequence(job, (0,), list(asked), number))
-            self.tokens[number] = []
-        running = deque[tuple[StepPlan, StepResult]]()
-        while True:
-            plan = self.scheduler.plan() if len(running) < 2 else None
-            if plan is not None:
-                self.num_ahead += len(running)
-                self.num_guesses += sum(chunk.num_drafts for chunk in plan.chunks)
-                running.append((plan, self.compute(plan)))
-            elif running:
-                for outcome in self.scheduler.commit(*running.popleft()):
-                    if isinstance(outcome, Sampled):
-                        self.tokens[outcome.sequence.order] += [token.token_id for token in outcome.tokens]
-            else:
-                self.scheduler.cache.check()
-                return self.tokens
+            self.scheduler.add(sequence_of(number, asked, params))
+        self.run()
+        return {number: tokens for (number, _), tokens in sorted(self.answers.items())}
 
 
 @pytest.mark.parametrize(("code", "shape"), [*product(CODES, [(16, 100), (32, 50), (16, 7), (32, 4)])])
 def test_a_scheduler_answers_as_the_plain_model(code: KvCode, shape: tuple[int, int]) -> None:
     page_size, num_pages = shape
     bench = Bench(code, num_pages, page_size)
-    assert list(bench.answers(dict(enumerate(PROMPTS))).values()) == expected(code)
+    assert list(bench.answer(dict(enumerate(PROMPTS))).values()) == expected(code)
     assert bench.num_ahead > 0
     assert bool(bench.scheduler.num_preemptions) == (num_pages < 10)
 
@@ -192,9 +171,9 @@ def test_a_scheduler_answers_as_the_plain_model(code: KvCode, shape: tuple[int, 
 @pytest.mark.parametrize("code", CODES)
 def test_a_cached_prefix_is_as_one_that_was_computed(code: KvCode) -> None:
     bench = Bench(code, 100)
-    bench.answers({9: PROMPTS[3]})
+    bench.answer({9: PROMPTS[3]})
     before = len(bench.scheduler.cache.spans)
-    answers = bench.answers(dict(enumerate(PROMPTS)))
+    answers = bench.answer(dict(enumerate(PROMPTS)))
     assert before > 0
     assert [answers[number] for number in range(len(PROMPTS))] == expected(code)
     assert answers[9] == expected(code)[3]
@@ -203,7 +182,7 @@ def test_a_cached_prefix_is_as_one_that_was_computed(code: KvCode) -> None:
 @pytest.mark.parametrize(("code", "num_pages"), [*product(CODES, [100, 7])])
 def test_guesses_are_verified_over_the_same_rows(code: KvCode, num_pages: int) -> None:
     bench = Bench(code, num_pages, known=expected(code))
-    assert list(bench.answers(dict(enumerate(PROMPTS))).values()) == expected(code)
+    assert list(bench.answer(dict(enumerate(PROMPTS))).values()) == expected(code)
     assert bench.num_guesses > 20
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import threading
-from collections import deque
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -13,15 +12,15 @@ from greedy_runs import spec
 from hypothesis import given
 from hypothesis import strategies as st
 from listed_answers import Listed
+from scheduled import Scheduled, sequence_of
 
-from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.masks import NO_MASKS, allowed, packed, token_masks
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
-from pdserve.engine.step import Bits, SampleSpec, StepPlan, StepResult
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.sequence import Finish, Sequence
+from pdserve.engine.step import Bits, SampleSpec
 from pdserve.executor.failing import Isolating
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
@@ -85,51 +84,20 @@ def test_a_masked_row_draws_what_it_draws_of_logits_that_are_minus_infinity_else
     assert drawn != sampler.sample(logits, [plain] * 3)
 
 
-class Bench:
+class Bench(Scheduled):
     """A real model under a scheduler with few pages."""
 
     def __init__(self, num_pages: int = 40, depth: int = 1) -> None:
         model = load_model(CONFIG, dummy_weights(CONFIG), torch.float32)
-        self.scheduler = Scheduler(KvCache(num_pages, Paging.of(4), None), Limits(8, 64, 64, frozenset({END})))
-        self.steps = Isolating(Runner(model, num_pages, 4).run)
-        self.depth = depth  # steps planned before the oldest ends
-        self.num_ahead = 0
-        self.answers: dict[tuple[int, int], list[int]] = {}
-        self.ends: dict[tuple[int, int], Finish] = {}
-        self.broken: dict[int, Broken] = {}
+        cache, limits = KvCache(num_pages, Paging.of(4), None), Limits(8, 64, 64, frozenset({END}))
+        super().__init__(cache, limits, Isolating(Runner(model, num_pages, 4).run).run, depth)
 
     def add(self, number: int, matcher: Listed | None, n: int = 1, **params: object) -> Sequence:
         prompt = [random.Random(number).randrange(VOCAB) for _ in range(9)]
         settings = SamplingParams(seed=number, n=n, **params)  # type: ignore[arg-type]
-        new_matcher = None if matcher is None else lambda: matcher
-        key = RequestId(number.to_bytes(16)), Attempt(0)
-        job = Job(*key, tuple(prompt), 9, settings, tuple(range(n)), new_matcher=new_matcher)
-        sequence = Sequence(job, job.indices, list(prompt), order=number)
+        sequence = sequence_of(number, prompt, settings, matcher=matcher)
         self.scheduler.add(sequence)
         return sequence
-
-    def run(self) -> None:
-        running = deque[tuple[StepPlan, StepResult]]()
-        while True:
-            plan = self.scheduler.plan() if len(running) < self.depth else None
-            if plan is not None:
-                self.num_ahead += len(running)
-                running.append((plan, self.steps.run(plan)))
-            elif running:
-                self._commit(*running.popleft())
-            else:
-                return
-
-    def _commit(self, plan: StepPlan, result: StepResult) -> None:
-        for outcome in self.scheduler.commit(plan, result):
-            number = int.from_bytes(outcome.sequence.job.request_id)
-            if isinstance(outcome, Sampled):
-                self.answers.setdefault((number, outcome.index), []).extend(token.token_id for token in outcome.tokens)
-                if outcome.finish is not None:
-                    self.ends[number, outcome.index] = outcome.finish
-            elif isinstance(outcome, Broken):
-                self.broken[number] = outcome
-                self.scheduler.remove(outcome.sequence)
 
 
 @pytest.mark.parametrize("num_pages", [40, 6])  # with 6, sequences preempt each other

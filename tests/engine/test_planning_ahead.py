@@ -1,19 +1,19 @@
 """A step planned while the one before it runs gives the tokens of steps planned one by one, and writes to no page that
 has been given back."""
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduled import Scheduled, sequence_of
 
 from faultsim.engine import FakeRunner, expected
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Broken, Job, Sampled, Sequence, Split
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.sequence import Broken, Job, Outcome, Sampled, Sequence, Split
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.protocol.paging import PageShape, Paging
@@ -24,31 +24,26 @@ VOCAB = 101
 PAGE_SIZE = 4
 
 
-@dataclass
-class Bench:
-    """A scheduler whose steps run `depth` at a time where it lets them."""
+class Bench(Scheduled):
+    """A scheduler over an engine of hashes, whose steps run `depth` at a time where it lets them."""
 
-    num_pages: int = 32
-    budget: int = 8
-    depth: int = 2
-    most_drafts: int = 0
-    others: tuple[PageShape, ...] = ()  # groups of layers after the first
-    hasher: PrefixHasher | None = None
-
-    def __post_init__(self) -> None:
-        limits = Limits(4, self.budget, 48, frozenset(), self.most_drafts)
-        self.runner = FakeRunner(self.num_pages, PAGE_SIZE, VOCAB, self.most_drafts, self.others)
-        self.scheduler = Scheduler(KvCache(self.num_pages, self.runner.paging, self.hasher), limits)
-        self.steps = Isolating(self.runner.run)
-        self.running: deque[tuple[StepPlan, StepResult]] = deque()
-        self.drawn: dict[tuple[int, int], list[int]] = {}
+    def __init__(
+        self,
+        num_pages: int = 32,
+        budget: int = 8,
+        depth: int = 2,
+        most_drafts: int = 0,
+        others: tuple[PageShape, ...] = (),  # groups of layers after the first
+        hasher: PrefixHasher | None = None,
+    ) -> None:
+        self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB, most_drafts, others)
+        cache, limits = KvCache(num_pages, self.runner.paging, hasher), Limits(4, budget, 48, frozenset(), most_drafts)
+        super().__init__(cache, limits, Isolating(self.runner.run).run, depth)
         self.alive: dict[int, list[Sequence]] = {}
-        self.num_ahead = 0
 
     def add(self, number: int, prompt: list[int], indices: tuple[int, ...] = (0,), **params: object) -> None:
         settings = SamplingParams(seed=number, **params)  # type: ignore[arg-type]
-        job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), settings, indices)
-        sequence = Sequence(job, indices, list(prompt), order=number)
+        sequence = sequence_of(number, prompt, settings, indices)
         self.alive[number] = [sequence]
         self.scheduler.add(sequence)
 
@@ -58,21 +53,12 @@ class Bench:
         self.check()
 
     def turn(self) -> bool:
-        """Plan a step if one may be, else let the oldest one end; False if there is nothing to do."""
-        plan = self.scheduler.plan() if len(self.running) < self.depth else None
-        if plan is None and not self.running:
-            return False
-        if plan is not None:
-            self.num_ahead += len(self.running)
-            self.running.append((plan, self.steps.run(plan)))
-        else:
-            self._commit()
+        has_done = super().turn()
         self.check()
-        return True
+        return has_done
 
     def run(self) -> None:
-        while self.turn():
-            pass
+        super().run()
         pool = self.scheduler.cache.pool
         assert pool.num_free == pool.num_pages
 
@@ -83,27 +69,22 @@ class Bench:
         in_flight = {page for chunk in chunks for pages in (chunk.pages, *chunk.other_pages) for page in pages}
         assert [page for page in in_flight if self.scheduler.cache.pool.is_free(page)] == []
 
-    def _commit(self) -> None:
-        plan, result = self.running.popleft()
-        for outcome in self.scheduler.commit(plan, result):
-            number = int.from_bytes(outcome.sequence.job.request_id)
-            assert number in self.alive, "told of a sequence that was given up"
-            match outcome:
-                case Sampled(sequence, index, position, gained, finish):
-                    tokens = self.drawn.setdefault((number, index), [])
-                    assert len(tokens) == position
-                    tokens += [token.token_id for token in gained]
-                    if finish is not None and sequence.indices == (index,):
-                        self.alive[number].remove(sequence)
-                case Split(_, children):
-                    self.alive[number] = list(children)
+    def note(self, outcome: Outcome) -> None:
+        number = outcome.sequence.order
+        assert number in self.alive, "told of a sequence that was given up"
+        super().note(outcome)
+        match outcome:
+            case Sampled(sequence, index, finish=finish) if finish is not None and sequence.indices == (index,):
+                self.alive[number].remove(sequence)
+            case Split(_, children):
+                self.alive[number] = list(children)
 
 
 def test_decode_steps_follow_each_other_without_waiting_for_tokens() -> None:
     bench = Bench()
     bench.add(1, [9, 8, 7], max_tokens=12)
     bench.run()
-    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
+    assert bench.answers[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
     assert bench.num_ahead == 11  # each but the first
 
 
@@ -136,7 +117,7 @@ def test_a_stop_found_late_drops_the_token_computed_too_far() -> None:
     bench = Bench()
     bench.add(1, [9, 8, 7], max_tokens=6, stop_token_ids=(tokens[2],))
     bench.run()
-    assert bench.drawn[1, 0] == tokens[:3]
+    assert bench.answers[1, 0] == tokens[:3]
 
 
 def test_a_page_of_a_sequence_that_ended_is_held_until_the_step_after_is_over() -> None:
@@ -146,7 +127,7 @@ def test_a_page_of_a_sequence_that_ended_is_held_until_the_step_after_is_over() 
     assert (bench.turn(), bench.turn()) == (True, True)
     free = bench.scheduler.cache.pool.num_free
     bench.turn()  # the first step ends, and with it the sequence, while the second still writes
-    assert bench.drawn[1, 0] == tokens[:1]
+    assert bench.answers[1, 0] == tokens[:1]
     assert bench.scheduler.cache.pool.num_free == free < 4
     bench.run()
 
@@ -186,11 +167,11 @@ def test_a_sample_that_depends_on_the_answer_gets_all_of_it_in_steps_planned_ahe
     params: dict[str, object], is_read: bool
 ) -> None:
     bench, runner = Bench(), Reading()
-    bench.steps = Isolating(runner.run)
+    bench.compute = Isolating(runner.run).run
     bench.add(1, [1], max_tokens=5, **params)
     bench.run()
     assert bench.num_ahead == 4
-    assert runner.read == {index: bench.drawn[1, 0][:index] if is_read else [] for index in range(5)}
+    assert runner.read == {index: bench.answers[1, 0][:index] if is_read else [] for index in range(5)}
 
 
 def test_a_sample_planned_ahead_says_what_it_lacks() -> None:
@@ -212,11 +193,12 @@ def test_a_sequence_that_fails_is_dropped_from_the_step_planned_ahead_as_well() 
     bench.add(2, [2], max_tokens=9)
     bench.turn()
     bench.turn()
-    (first, brought), second = bench.running
-    outcomes = bench.scheduler.commit(first, replace(brought, tokens=((), brought.tokens[1]), failed={0: "poison"}))
+    (first, brought), (second, brought_then) = bench.running
+    result = brought()
+    outcomes = bench.scheduler.commit(first, replace(result, tokens=((), result.tokens[1]), failed={0: "poison"}))
     assert Broken(broken, "poison") in outcomes
     bench.scheduler.remove(broken)
-    kept = bench.scheduler.commit(*second)
+    kept = bench.scheduler.commit(second, brought_then())
     assert {outcome.sequence.job.request_id for outcome in kept} == {RequestId((2).to_bytes(16))}
 
 
@@ -281,7 +263,7 @@ def test_whatever_ends_when_tokens_are_those_of_steps_one_by_one(
             bench.cancel(number)
     assert bench.scheduler.cache.pool.num_free == num_pages
     for (number, index), tokens in wanted.items():
-        got = bench.drawn.get((number, index), [])
+        got = bench.answers.get((number, index), [])
         assert got == tokens if number not in gives_up else got == tokens[: len(got)]
 
 
@@ -292,7 +274,7 @@ def test_a_step_ahead_preempts_nobody() -> None:
         for number in range(3):
             bench.add(number, [number] * 6, max_tokens=14)
         bench.run()
-        assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
+        assert {n: bench.answers[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
         num_preemptions.append(bench.scheduler.num_preemptions)
     assert num_preemptions[1] == num_preemptions[0] > 0
 
@@ -305,15 +287,15 @@ def test_a_held_sequence_is_settled_once_both_steps_that_have_it_are_over() -> N
     settled = []
     while bench.running:
         settled.append(bench.scheduler.hold(sequence))
-        bench._commit()
+        bench.end_oldest()
     assert settled == [False, False]
     assert bench.scheduler.hold(sequence)
-    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 2, VOCAB)
+    assert bench.answers[1, 0] == expected([9, 8, 7], 1, 2, VOCAB)
     assert sequence.computed == len(sequence.tokens) - 1 == bench.scheduler.num_written(sequence)
     assert bench.scheduler.plan() is None
     bench.scheduler.resume(sequence)
     bench.run()
-    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
+    assert bench.answers[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
 
 
 def test_a_held_sequence_keeps_its_pages_when_others_find_none() -> None:
@@ -329,7 +311,7 @@ def test_a_held_sequence_keeps_its_pages_when_others_find_none() -> None:
     assert held.pages
     bench.scheduler.resume(held)
     bench.run()
-    assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
+    assert {n: bench.answers[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
 
 
 def test_a_sequence_that_goes_on_writes_beside_a_page_that_somebody_else_holds() -> None:
@@ -348,7 +330,7 @@ def test_a_sequence_that_goes_on_writes_beside_a_page_that_somebody_else_holds()
     while bench.turn():
         assert bytes(bench.runner.page(last)) == kept
     pool.release((last,))
-    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
+    assert bench.answers[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
     assert pool.num_free == pool.num_pages
 
 
@@ -373,7 +355,7 @@ def test_whoever_is_held_and_resumed_when_gets_the_same_tokens(data: st.DataObje
     for sequence in [s for sequences in bench.alive.values() for s in sequences if s.is_held]:
         bench.scheduler.resume(sequence)
     bench.run()
-    assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * (2 + n), n, 12, VOCAB) for n in range(3)}
+    assert {n: bench.answers[n, 0] for n in range(3)} == {n: expected([n] * (2 + n), n, 12, VOCAB) for n in range(3)}
 
 
 def test_a_tail_has_the_log_probabilities_that_were_asked_for() -> None:

@@ -6,14 +6,15 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 import torch
+from scheduled import sequence_of
 from small_models import small_config, small_model
 from whole_attention import torch_attention
 
-from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.base.ids import PageId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Broken, Job, Pooled, Sequence
+from pdserve.engine.sequence import Broken, Pooled, Sequence
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.model.decoder import Decoder
@@ -52,9 +53,7 @@ class Bench:
     def add(self, tokens: Seq[int], pooling: Pooling | None, priority: int = 0) -> Sequence:
         self._num += 1
         params = SamplingParams(max_tokens=1 if pooling else 20, temperature=0.0, ignore_eos=True, pooling=pooling)
-        key = RequestId(self._num.to_bytes(16)), Attempt(0)
-        job = Job(*key, tuple(tokens), len(tokens), params, (0,), priority=priority)
-        self.scheduler.add(sequence := Sequence(job, (0,), list(tokens), order=self._num))
+        self.scheduler.add(sequence := sequence_of(self._num, tokens, params, priority=priority))
         return sequence
 
     def step(self) -> dict[Sequence, np.ndarray] | None:

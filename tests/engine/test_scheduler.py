@@ -2,6 +2,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from scheduled import sequence_of
 
 from faultsim.engine import FakeRunner, expected
 from pdserve.base.ids import Attempt, RequestId
@@ -38,16 +39,7 @@ class Bench:
         self.widths: list[int] = []
 
     def add(self, number: int, prompt: list[int], priority: int = 0, **params: int) -> Sequence:
-        job = Job(
-            RequestId(number.to_bytes(16)),
-            Attempt(0),
-            tuple(prompt),
-            len(prompt),
-            SamplingParams(seed=number, **params),
-            (0,),
-            priority=priority,
-        )
-        sequence = Sequence(job, (0,), list(prompt), order=number)
+        sequence = sequence_of(number, prompt, SamplingParams(seed=number, **params), priority=priority)
         self.scheduler.add(sequence)
         return sequence
 

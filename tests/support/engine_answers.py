@@ -4,8 +4,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
-from pdserve.base.ids import Attempt, RequestId
-from pdserve.engine.sequence import Job, Sampled, Sequence
+from scheduled import sequence_of
+
+from pdserve.engine.sequence import Sampled
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import Engine, build_engine, open_model
@@ -48,8 +49,7 @@ def all_guessed(model: Path, params: SamplingParams, prompts: Seq[Seq[int]], **s
 def _answered(engine: Engine, number: int, prompt: Seq[int], params: SamplingParams) -> Guessed:
     scheduler, tokens, num_guesses, num_right = engine.scheduler, list[int](), 0, 0
     drafts = dict[int, tuple[int, ...]]()
-    job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
-    scheduler.add(Sequence(job, (0,), list(prompt), number))
+    scheduler.add(sequence_of(number, prompt, params))
     while (plan := scheduler.plan()) is not None:
         result = engine.executor.start(plan).result()
         for chunk, sampled in zip(plan.chunks, result.tokens, strict=True):

@@ -4,11 +4,13 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from scheduled import sequence_of
+
 from faultsim.engine import FakeRunner, expected
-from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.base.ids import PageId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.engine.sequence import Sampled, Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.protocol.paging import PageShape
 from pdserve.protocol.prefix_hash import PrefixHasher
@@ -37,8 +39,7 @@ class Engine:
     def add(self, prompt: Seq[int], max_tokens: int, *, priority: int = 0) -> Sequence:
         number = len(self.tokens) + 1
         params = SamplingParams(seed=number, max_tokens=max_tokens)
-        job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
-        sequence = Sequence(replace(job, priority=priority), (0,), list(prompt), number)
+        sequence = sequence_of(number, prompt, params, priority=priority)
         self.tokens[sequence] = []
         self.scheduler.add(sequence)
         return sequence

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from scheduled import sequence_of
 
-from pdserve.base.ids import Attempt, RequestId
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sampled
-from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.sequence import Sampled
 from pdserve.model.loading import load_model
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SampledToken, SamplingParams
@@ -36,10 +35,8 @@ class OneEngine:
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> dict[int, list[SampledToken]]:
         """Return the tokens of each continuation."""
-        indices = tuple(range(params.n))
-        job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, indices)
-        self._scheduler.add(EngineSequence(job, indices, list(prompt), order=0))
-        tokens: dict[int, list[SampledToken]] = {index: [] for index in indices}
+        self._scheduler.add(sequence_of(0, prompt, params))
+        tokens: dict[int, list[SampledToken]] = {index: [] for index in range(params.n)}
         while (plan := self._scheduler.plan()) is not None:
             for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
                 if isinstance(outcome, Sampled):
