@@ -13,8 +13,7 @@ from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
-from pdserve.settings.degrees import Degrees
-from pdserve.settings.nodes import nodes_problem
+from pdserve.settings.degrees import Degrees, nodes_problem
 from pdserve.settings.process import ProcessConfig
 from pdserve.settings.rank_memory import RankMemory, is_own_unasked, rank_memory_problem
 from pdserve.settings.speculative import SpeculativeSetting

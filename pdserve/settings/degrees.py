@@ -1,6 +1,11 @@
 """Among how many processes a worker's model is divided. What goes with that, and no test has compared, is refused."""
 
+from typing import TYPE_CHECKING
+
 from pdserve.base.values import value
+
+if TYPE_CHECKING:
+    from pdserve.settings.config import WorkerConfig
 
 
 @value
@@ -37,3 +42,20 @@ class Degrees:
         if kv_cache_dtype != "auto" and self.num_ranks > 1:
             return f"kv_cache_dtype: {kv_cache_dtype} is served by one rank; for {self.num_ranks}, auto is"
         return None
+
+
+def nodes_problem(worker: "WorkerConfig") -> str | None:
+    """Return why a worker's ranks are not on so many machines, or None."""
+    degrees = worker.degrees
+    if degrees.nodes == 1:
+        return None
+    named = f"nnodes: {degrees.nodes}"
+    if degrees.pipeline > 1:
+        return f"{named} is not served with pipeline stages, which pass on what they make in one machine's memory"
+    if degrees.tensor % degrees.nodes:
+        return f"{named}: tensor_parallel_size {degrees.tensor} gives them different numbers of ranks"
+    if worker.rank_memory != "own":
+        return f"{named} needs rank_memory own: machines share no memory"
+    if worker.dialect_port is not None:
+        return f"{named} is not served with dialect_port yet"
+    return None

@@ -23,7 +23,7 @@ from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
 from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
-from pdserve.router.frontend.openai.infilled import infilling, with_suffix
+from pdserve.router.frontend.openai.infilled import infilling
 from pdserve.router.frontend.openai.reply import AnyResponse, Stream, Whole, respond
 from pdserve.router.frontend.openai.translate import (
     Headers,
@@ -34,8 +34,10 @@ from pdserve.router.frontend.openai.translate import (
     prompts_of,
     said_in,
     with_prompt,
+    with_texts,
 )
 from pdserve.router.frontend.responses.fields import ResponseRequest
+from pdserve.text.infilling import ROLES
 
 IGNORED_FIELDS = b"x-ignored-fields"
 MAX_IGNORED_BYTES = 1024  # of that header
@@ -107,7 +109,7 @@ class Generator:
         reply = self._reply(asked, scope, self._response(asked, COMPLETION, shown), choices)
         # A generator: a field that all requests share is checked with the first, before the template is copied again.
         requests = (
-            with_suffix(template, str(prompt), asked.suffix) if asked.suffix else with_prompt(template, prompt)
+            with_texts(template, ROLES, (str(prompt), asked.suffix)) if asked.suffix else with_prompt(template, prompt)
             for prompt in prompts
         )
         await self._serve(reply, requests, scope, send, plan, asked)

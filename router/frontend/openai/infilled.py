@@ -11,7 +11,6 @@ from pdserve.protocol.sampling import MAX_STOP_TOKEN_IDS
 from pdserve.router.frontend.openai.fields import CompletionRequest
 from pdserve.router.frontend.openai.filters import Plan
 from pdserve.router.frontend.served import ServedModel
-from pdserve.text.infilling import ROLES
 
 
 def infilling(body: CompletionRequest, template: inference.GenerateRequest, plan: Plan, model: ServedModel) -> Plan:
@@ -28,11 +27,3 @@ def infilling(body: CompletionRequest, template: inference.GenerateRequest, plan
     template.sampling.stop_token_ids.extend(own)
     template.prepare_next = False  # the next turn does not begin with this one
     return replace(plan, template=model.infilling.template)
-
-
-def with_suffix(template: inference.GenerateRequest, prompt: str, suffix: str) -> inference.GenerateRequest:
-    parts = zip(ROLES, (prompt, suffix), strict=True)
-    messages = [inference.ChatMessage(role=role, content=text) for role, text in parts]
-    request = inference.GenerateRequest(chat=inference.Chat(messages=messages))
-    request.MergeFrom(template)
-    return request

@@ -21,6 +21,7 @@ from pdserve.router.frontend.openai.fields import RerankRequest, ScoreRequest
 from pdserve.router.frontend.openai.generation import headers_of
 from pdserve.router.frontend.openai.pooled import PooledCall, pooled_template
 from pdserve.router.frontend.openai.reply import respond
+from pdserve.router.frontend.openai.translate import with_texts
 from pdserve.text.scoring import INSTRUCTION, ROLES, WORDS, score_of
 
 # Prompt tokens of a call: about as many as a body of 4 MiB can have where no text is used twice. A query is used with
@@ -73,11 +74,7 @@ class Scorer:
         template = pooled_template(asked, headers_of(scope), Pooling("logits", scoring.token_ids))
 
         def request_of(place: int) -> inference.GenerateRequest:
-            parts = zip(ROLES, (asked.instruction or INSTRUCTION, *pairs[place]), strict=True)
-            chat = inference.Chat(messages=[inference.ChatMessage(role=role, content=text) for role, text in parts])
-            request = inference.GenerateRequest(chat=chat)
-            request.MergeFrom(template)
-            return request
+            return with_texts(template, ROLES, (asked.instruction or INSTRUCTION, *pairs[place]))
 
         preparing = Preparing(template=scoring.template)
         return PooledCall(intake, asked, scope, name_of, request_of, preparing, MAX_CALL_TOKENS)

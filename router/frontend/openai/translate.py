@@ -64,6 +64,16 @@ def completion_template(body: CompletionRequest, headers: Headers) -> inference.
     return template
 
 
+def with_texts(
+    template: inference.GenerateRequest, roles: Sequence[str], texts: Sequence[str]
+) -> inference.GenerateRequest:
+    """Return a request whose prompt is a chat of these texts, which a chat template of their own writes."""
+    messages = [inference.ChatMessage(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
+    request = inference.GenerateRequest(chat=inference.Chat(messages=messages))
+    request.MergeFrom(template)
+    return request
+
+
 def with_prompt(template: inference.GenerateRequest, prompt: str | Sequence[int]) -> inference.GenerateRequest:
     request = inference.GenerateRequest()
     request.CopyFrom(template)
