@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import FileCodes
+from pdserve.checkpoint.windows import ORDERS, read_window
 from pdserve.model.fields import Fields
 from pdserve.model.weights import GROUP, SEGMENT, Codes, Part, Stored, Weights
 
@@ -199,11 +200,11 @@ def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool
     shape = _shape(base, parts, of)
 
     def read(part: Part) -> "Read":
-        tensors = {name: cast("torch.Tensor", stored.read(())) for name, stored in parts.items()}
-        coded = _decoded(base, tensors, of, shape)
+        window, tensors = read_window(part, shape, parts, of.block)
+        coded, inner = _decoded(base, tensors, of, window.shape[1]), window.inner(part)
         kept = coded.kept(any_order=not of.in_order and len(part) < 2) if keep_coded else None
-        taken = None if kept is None else kept.part(part)
-        return coded.values()[part] if taken is None else taken
+        taken = None if kept is None else kept.part(inner)
+        return coded.values()[inner] if taken is None else taken
 
     group = GROUP if of.block is None else of.block[1]
     codes = _codes(parts, of, shape[1]) if keep_coded else None
@@ -217,12 +218,13 @@ def _codes(parts: dict[str, Stored], of: Format, inputs: int) -> Codes | None:
     group, is_fp8 = inputs // groups if of.block is None else of.block[1], of.has_floats and "weight" in parts
     if is_fp8:
         return Codes(8, group, is_fp8=True) if of.block is not None or groups == 1 else None
+    in_order = of.in_order or not any(name in parts for name in ORDERS)
     bits = parts["weight_packed"].shape[1] * 32 // inputs if "weight_packed" in parts else of.bits
     has_zeros = "qzeros" in parts or "weight_zero_point" in parts
-    return Codes(bits, group, has_zeros=has_zeros) if group % GROUP == 0 else None
+    return Codes(bits, group, has_zeros=has_zeros, in_order=in_order) if group % GROUP == 0 else None
 
 
-def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "Scaled | Coded":
+def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, inputs: int) -> "Scaled | Coded":
     from pdserve.checkpoint import packing  # noqa: PLC0415 - imports torch: routers open checkpoints without it
 
     if (name := packing.scales_that_are_not_finite(parts)) is not None:
@@ -244,7 +246,7 @@ def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: 
             raise ConfigError(f"{base}.weight: not finite")
         return scaled
     _check_groups(base, "weight_g_idx", parts, (1, *parts["weight_scale"].shape)[-1])
-    return packing.read_compressed(parts, shape[1])
+    return packing.read_compressed(parts, inputs)
 
 
 def _check_groups(base: str, name: str, parts: "Mapping[str, torch.Tensor]", num_groups: int) -> None:
@@ -252,7 +254,7 @@ def _check_groups(base: str, name: str, parts: "Mapping[str, torch.Tensor]", num
         raise ConfigError(f"{base}.{name}: not from 0 to {num_groups - 1}")
 
 
-def _shape(base: str, parts: dict[str, Stored], of: Format) -> Shape:
+def _shape(base: str, parts: dict[str, Stored], of: Format) -> tuple[int, int]:
     """Return outputs and inputs; ConfigError unless all parts fit them."""
     if missing := [part for part in of.needed if part not in parts]:
         raise ConfigError(f"{base}.{missing[0]}: missing from the weights")
@@ -292,7 +294,7 @@ def _check_scales(base: str, shape: tuple[int, int], parts: dict[str, Stored], o
         raise ConfigError(f"{base}.{name}: shape {found} for {outputs} x {inputs}, in blocks of {of.block}")
 
 
-def _packed_shape(base: str, parts: dict[str, Stored]) -> Shape:
+def _packed_shape(base: str, parts: dict[str, Stored]) -> tuple[int, int]:
     """Return the shape that a matrix in words says it has."""
     for name in ("weight_packed", "weight_shape"):
         if name not in parts:

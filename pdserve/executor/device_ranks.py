@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.base.errors import DeviceError
 from pdserve.base.signals import end_served
+from pdserve.checkpoint.checkpoint import weights_in_form
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
@@ -62,7 +63,8 @@ def load_on_devices(
 
     places: the name of the device, as routers know it, and the other machines, if the worker has several.
     """
-    check_on_devices(config.degrees, config.device, form.quantization)
+    checkpoint = form.checkpoint
+    check_on_devices(config, checkpoint.config, weights_in_form(checkpoint, form.quantization, config.device))
     (name, nodes), layout = places, fitting.layout
     device = device_of_rank(config.device, 0, config.degrees.ranks_per_node)
     ranks = GroupRanks(Rank.at(0, config.degrees), device, LOOPBACK if nodes is None else nodes.host)

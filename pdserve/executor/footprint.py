@@ -138,7 +138,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
     if worker.rank_memory == "own":
-        check_on_devices(choices.degrees, device, quantization)
+        check_on_devices(worker, config, weights)
         layout = own_layout(config, layout, choices.degrees)
     is_apart = choices.degrees.num_ranks > 1 and (device == "cuda" or choices.degrees.nodes > 1)
     rank_shares = shares(config, choices.degrees)

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.engine.runner import zeroed
 from pdserve.executor.form import KERNEL_DEVICES, untried_kind
 from pdserve.executor.rank_frames import OwnPages
+from pdserve.kernels.cpu.layers import INPUT_BITS
 from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.routes import Share
 from pdserve.model.config import ModelConfig
-from pdserve.model.weights import Rank
+from pdserve.model.cuts import check_cuts
+from pdserve.model.weights import Rank, Weights
 from pdserve.protocol.kvlayout import RUNS, KvLayout
-from pdserve.settings.config import Device
+from pdserve.settings.config import WorkerConfig
 from pdserve.settings.degrees import Degrees
 
 
@@ -63,10 +64,17 @@ def num_copies(layout: KvLayout, degrees: Degrees) -> int:
     return own_pages(Rank.at(0, degrees), layout).share.num_copies if layout.is_by_head else 1
 
 
-def check_on_devices(degrees: Degrees, device: Device, quantization: ChosenQuantization) -> None:
-    """Raise ConfigError where ranks with devices of their own were not compared with one that has all."""
-    if degrees.num_ranks > 1 and device in KERNEL_DEVICES and quantization != "none":
-        raise ConfigError(f"quantization: {quantization} is not served by {degrees} on {device} yet; none is")
+def check_on_devices(config: WorkerConfig, model: ModelConfig, weights: Weights) -> None:
+    """Raise ConfigError where ranks with devices of their own were not compared with one that has all.
+
+    weights: in the form in which ranks hold them.
+    """
+    if config.degrees.num_ranks == 1 or config.device not in KERNEL_DEVICES:
+        return
+    if config.quantized_inputs != INPUT_BITS:
+        asked = f"quantized_inputs: {config.quantized_inputs}"
+        raise ConfigError(f"{asked} is not served by {config.degrees} on {config.device}; {INPUT_BITS} is")
+    check_cuts(model, weights, config.degrees)
 
 
 def own_pages(rank: Rank, layout: KvLayout) -> OwnPages:

@@ -16,7 +16,7 @@ from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, Held, Linear, Matrix, Quantized
 from pdserve.model.rope import Rope
 from pdserve.model.taps import Tap
-from pdserve.model.weights import COLUMNS, Rank, Shard, Weights
+from pdserve.model.weights import COLUMNS, Rank, Shard, Stored, Weights
 
 Shapes = dict[str, tuple[int, ...]]
 Progress = Callable[[float], None]
@@ -58,6 +58,11 @@ class TensorSource(Protocol):
         Products in tiles take pairs. So either all ranks have tiles of a matrix, or none, and they round alike.
         """
         ...
+
+
+def unit_of(stored: Stored) -> int:
+    """Return how many inputs of a matrix stay together."""
+    return stored.group if stored.group > 1 else 2 - stored.shape[1] % 2
 
 
 class Wanted:
@@ -132,8 +137,7 @@ class Tensors:
         return Dense(weight, added) if isinstance(weight, Tensor) else Quantized(weight, self.dtype, added, self.device)
 
     def group(self, name: str) -> int:
-        stored = self._left[f"{name}.weight"]
-        return stored.group if stored.group > 1 else 2 - stored.shape[1] % 2
+        return unit_of(self._left[f"{name}.weight"])
 
     def _take(
         self, name: str, shard: Shard | None, plus: float = 0.0, dtype: torch.dtype | None = None

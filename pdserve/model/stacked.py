@@ -116,9 +116,10 @@ class _Mxfp4:
             return _decoded(self._stacks, self._name, expert, rows, part)
         from pdserve.model.mxfp4 import kept  # noqa: PLC0415 - imports torch
 
-        groups = kept(*(_read(stored, False, expert, rows, ()) for stored in self._stacks))
+        of_blocks, inner = _in_blocks(part)
+        groups = kept(*(_read(stored, False, expert, rows, of_blocks) for stored in self._stacks))
         assert groups is not None
-        return groups.part(part)
+        return groups.part(inner)
 
     @cached_property
     def _is_kept(self) -> bool:
@@ -138,7 +139,17 @@ def _decoded(stacks: tuple[Stored, Stored], name: str, expert: int, rows: slice,
     """Return a part of some outputs of one expert whose stacks are in MXFP4."""
     from pdserve.model.mxfp4 import decoded  # noqa: PLC0415 - imports torch
 
+    of_blocks, inner = _in_blocks(part)
     try:
-        return decoded(*(_read(stored, False, expert, rows, ()) for stored in stacks))[part]
+        return decoded(*(_read(stored, False, expert, rows, of_blocks) for stored in stacks))[inner]
     except ValueError as error:
         raise ConfigError(f"{name}{SCALES}: {error}") from error
+
+
+def _in_blocks(part: Part) -> tuple[Part, Part]:
+    """Return which outputs and blocks of inputs have a part of a matrix, and the part of these."""
+    if len(part) < 2:
+        return part, ()
+    rows, inputs = part
+    first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
+    return (rows, slice(first, last)), (slice(None), slice(inputs.start - first * GROUP, inputs.stop - first * GROUP))

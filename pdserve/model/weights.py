@@ -31,6 +31,7 @@ class Codes:
     group: int  # inputs that share a scale
     is_fp8: bool = False
     has_zeros: bool = False  # codes that stand for zero, of each group
+    in_order: bool = True  # whether inputs come in the order of their groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Shard:
         """Return what indexes the shard of a tensor; ConfigError if the tensor cannot be divided like this."""
         span = self.span(name, stored.shape[self.axis])
         length, start, stop = stored.shape[self.axis], span.start, span.stop
-        if self.axis == COLUMNS and (start % stored.group or stop % stored.group):
+        if self.axis == COLUMNS and (start % stored.group or (stop % stored.group and stop < length)):
             part = f"inputs {start} to {stop} of {length} are not whole groups of {stored.group}"
             raise ConfigError(f"{name}: {part}, for rank {self.rank} of {self.size}")
         return (*(slice(None),) * self.axis, span)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -187,9 +188,12 @@ def test_what_fits_on_ranks_with_gpus_is_what_fits_on_each(
     alone, ranked = footprint_of(model, one), footprint_of(model, two)
     assert ranked.rank_page_bytes * 3 == alone.page_bytes * 2, "two of three KV heads"
     assert ranked.num_pages == (2**20 - ranked.rank_weight_bytes) // ranked.rank_page_bytes > alone.num_pages
-    sizes = ("--tensor-parallel-size", "2", "--quantization", "int8")
+    coded = footprint_of(model, replace(two, quantization="int8"))
+    assert coded.rank_weight_bytes < ranked.rank_weight_bytes
+    sizes = ("--tensor-parallel-size", "9", "--quantization", "int8")
     refused = pdserve("models", "check", str(model), "--device", "cuda", "--dtype", "bfloat16", *sizes).stdout
-    assert "not served: quantization: int8 is not served by 2 ranks on cuda yet; none is" in refused
+    problem = "160 in units of 32 cannot be split over 9 ranks"
+    assert f"not served: model.layers.0.mlp.gate_proj.weight: {problem}" in refused
     windows, latents = (footprint_of(write_model(name, tmp_path / name), two) for name in ("gemma3", "deepseek-v2"))
     assert windows.rank_page_bytes * 2 == windows.page_bytes
     assert latents.rank_page_bytes == latents.page_bytes, "each rank has all rows"

@@ -7,6 +7,8 @@ import pytest
 from live_cluster import Answer, greedy, is_idle, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from moving import move, num_moved, num_tried
+from published_formats import write_in_mxfp4
+from transformers import PreTrainedModel
 from wired_cluster import Pools, wired_cluster
 
 ON_CPU: Mapping[str, object] = {}
@@ -17,7 +19,18 @@ LAYERS: Mapping[str, object] = {"num_hidden_layers": 2}
 WINDOWS: Mapping[str, object] = {"num_hidden_layers": 2, "sliding_window": 24}
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_pages": 64, "dtype": "float32"}
 
+MXFP4 = "gpt-oss in mxfp4"
+
 pytestmark = pytest.mark.slow
+
+
+def written(family: str, folder: Path, shape: Mapping[str, object]) -> tuple[Path, PreTrainedModel]:
+    """Write a model; return it, and transformers' with its weights, or with what its codes stand for."""
+    if family == MXFP4:
+        decoded, coded = write_in_mxfp4(folder, intermediate_size=160, **shape)  # type: ignore[arg-type]
+        return coded, load_oracle(decoded)
+    model = write_model(family, folder, **shape)  # type: ignore[arg-type]
+    return model, load_oracle(model)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +44,7 @@ pytestmark = pytest.mark.slow
             for family, shape in (("gpt-oss", WINDOWS), ("deepseek-v3", LAYERS))
             for source, target in ((ONE, TWO), (TWO, ONE), (TWO, TWO))
         ],
+        pytest.param(MXFP4, WINDOWS, [ONE], [TWO], marks=pytest.mark.long),
     ],
 )
 def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cpus(
@@ -40,14 +54,14 @@ def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cp
     prefills: list[Mapping[str, object]],
     decodes: list[Mapping[str, object]],
 ) -> None:
-    model = write_model(family, tmp_path / "model", **shape)
+    model, oracle = written(family, tmp_path / "model", shape)
     pools = Pools(
         tuple(f"prefill-{i}" for i in range(len(prefills))), tuple(f"decode-{i}" for i in range(len(decodes)))
     )
     own = dict(zip(pools.prefills, prefills, strict=True)) | dict(zip(pools.decodes, decodes, strict=True))
     wanted, met = len(prefills) * len(decodes), set[tuple[str, str]]()
     flags, in_turn = {**SMALL, "rank_memory": "own"}, {"placement": "round_robin"}
-    oracle = load_oracle(model)
+    flags |= {"quantization": "mxfp4"} if family == MXFP4 else {}
     with wired_cluster(tmp_path, model, pools, flags, in_turn, own) as cluster:
         for length in (1, 16, 40, 60, 33, 7, 48, 17)[: 2 + wanted]:
             asked = prompt(length, length)

@@ -18,6 +18,7 @@ from engine_runs import Asked, answers, engine_of, worker_config
 from greedy_runs import spec
 from looking import until
 from model_zoo import prompt, write_model
+from published_formats import write_in_mxfp4
 from rank_pages import pages_of, ranks, whole_page
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
@@ -28,7 +29,7 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import EngineRunner
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.step import Bits, Chunk, StepPlan, StepResult, Targets
-from pdserve.executor import rank_group
+from pdserve.executor import followers, rank_group
 from pdserve.executor.followers import Followers
 from pdserve.executor.rank_group import GroupRanks, device_of_rank, within
 from pdserve.executor.ranked import STUCK_S, Leading
@@ -109,6 +110,15 @@ def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
     assert found[1] == found[0]
     assert found[2] == found[0]
     assert not ranks()
+
+
+@pytest.mark.long
+def test_two_ranks_with_devices_keep_mxfp4_and_draw_the_tokens_of_one(tmp_path: Path) -> None:
+    folder, found = write_in_mxfp4(tmp_path, num_hidden_layers=2, sliding_window=24, intermediate_size=160)[1], []
+    for settings in (ALONE, RANKS):
+        with engine_of(worker_config(folder, quantization="mxfp4", **settings)) as engine:
+            found.append((answers(engine, ASKED).texts, answers(engine, AGAIN).texts))
+    assert found[0] == found[1]
 
 
 def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_on_a_cpu_does(tmp_path: Path) -> None:
@@ -314,14 +324,20 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
     [
         ("lfm2", {}, "with layers with a state|with states|layers with a state"),
         ("deepseek-v2", {"tensor_parallel_size": 4}, "4 ranks that hold the same 3 runs of a page"),
-        ("llama3", {"quantization": "int8"}, "quantization: int8 is not served by 2 ranks on interpreter yet"),
-        ("llama3", {"quantized_inputs": 8}, "quantized_inputs: 8: no product of these weights rounds its inputs"),
+        (
+            "llama3",
+            {"quantization": "int8"},
+            "mlp.gate_proj.weight: 32 in units of 32 cannot be split over 2 ranks",
+        ),
+        ("llama3", {"quantized_inputs": 8}, "quantized_inputs: 8 is not served by 2 ranks on interpreter; 16 is"),
     ],
 )
-def test_models_that_were_not_tried_on_ranks_with_devices_are_refused(
-    family: str, settings: dict[str, object], problem: str, tmp_path: Path
+def test_models_that_were_not_tried_on_ranks_with_devices_are_refused_before_any_starts(
+    family: str, settings: dict[str, object], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(write_model(family, tmp_path), **settings)
+    shape = {"intermediate_size": 32} if "quantization" in settings else {}
+    config = config_of(write_model(family, tmp_path, **shape), **settings)
+    monkeypatch.setattr(followers, "start_rank", lambda *_: pytest.fail("a rank was started"))
     with pytest.raises(ConfigError, match=problem), engine_of(config):
         pass
     assert not ranks()

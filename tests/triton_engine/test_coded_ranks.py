@@ -1,0 +1,94 @@
+"""Over the kernels of a GPU, ranks that divide a model of codes draw the tokens of one rank with the same codes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_models import CASES, random_model, write_gguf
+from greedy_runs import greedy_texts, spec
+from model_zoo import prompt, write_model
+from published_formats import published, write_in_mxfp4
+from turned_ranks import turned_ranks
+
+from pdserve.base.ids import PageId
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.runner_cuda import CudaRunner
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.step import Chunk, StepPlan, Targets
+from pdserve.kernels.code_blocks import CodeBlocks
+from pdserve.model.cuts import check_cuts
+from pdserve.model.decoder import Decoder
+from pdserve.model.family import Tensors
+from pdserve.model.loading import needed_weights
+from pdserve.model.ops_cuda import CudaOps
+from pdserve.model.parallel import own_part
+from pdserve.settings.degrees import Degrees
+
+NUM_PAGES, NUM_TOKENS, CHUNK = 20, 3, 16
+LIMITS = Limits(4, 64, 128, frozenset())
+PROMPTS = [prompt(count, count) for count in (5, 20)]
+SCORED = StepPlan((Chunk(tuple(prompt(9, 1)), 0, (PageId(2),), (spec(),), targets=Targets(prompt(9, 1)[1:], 2)),))
+ROUNDED = "rounded to "  # when they are read
+WIDE_HEADS = {"head_dim": 64, "intermediate_size": 384}  # a block of 128 inputs of `o` for each of two ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def written(case: str, folder: Path) -> Path:
+    """Write a model in codes: those of a GGUF file, of GPT-OSS, or of another published format."""
+    if case.startswith(ROUNDED):
+        return write_model("llama3", folder, num_hidden_layers=1, intermediate_size=160)
+    if case == "mxfp4":
+        return write_in_mxfp4(folder, num_hidden_layers=1, intermediate_size=160)[1]
+    if case in Kind.__members__:
+        of = CASES["gpt-oss" if case == "MXFP4" else "llama"]
+        return write_gguf(of, random_model(of), folder / "model.gguf", Kind[case])
+    family, _, form = case.rpartition(": ")
+    shape = WIDE_HEADS if form == "fp8 of large blocks" else {"intermediate_size": 160}
+    published(form, write_model(family or "llama3", folder / "plain", num_hidden_layers=1, **shape), folder / "coded")
+    return folder / "coded"
+
+
+def codes_of(model: Decoder) -> Iterator[CodeBlocks]:
+    for layer in model.layers:
+        yield from (each for each in map(own_part, layer.matrices()) if isinstance(each, CodeBlocks))
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("mxfp4", 2),  # experts in two blocks of 32, and in three
+        *(
+            pytest.param(case, 2, marks=pytest.mark.long)
+            for case in (
+                *("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros", "int8"),
+                *("fp8 of outputs", "fp8 of large blocks", "fp8 of tensors", f"{ROUNDED}int8", f"{ROUNDED}int4"),
+                *("qwen3-moe: awq", "qwen3-moe: fp8 of tensors", "Q4_0", "Q4_1", "Q8_0", "MXFP4"),
+            )
+        ),
+    ],
+)
+def test_ranks_of_codes_draw_the_tokens_of_one_rank_with_the_same(case: str, size: int, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(written(case, tmp_path))
+    asked = case.removeprefix(ROUNDED) if case.startswith(ROUNDED) else "auto"
+    form = choose_quantization(asked, checkpoint, "bfloat16", "cuda")  # type: ignore[arg-type]
+    weights, config = weights_in_form(checkpoint, form, "cuda"), checkpoint.config
+    check_cuts(config, weights, Degrees(size))
+    tensors = Tensors(needed_weights(config, weights), torch.float32, torch.device("cpu"))
+    one = CudaRunner(whole := Decoder.build(config, tensors, CudaOps()), NUM_PAGES, 16, LIMITS)
+    expected, (scores,) = greedy_texts(one, PROMPTS, NUM_TOKENS, CHUNK), one.run(SCORED).prompts.values()
+    assert len({token for text in expected for token in text}) > 3
+    with turned_ranks(size, config, weights, NUM_PAGES, LIMITS) as ranks:
+        assert greedy_texts(ranks, PROMPTS, NUM_TOKENS, CHUNK) == expected
+        (found,) = ranks.run(SCORED).prompts.values()
+        models = [runner._model for runner in ranks.runners]  # type: ignore[attr-defined]
+    assert found.top_ids == scores.top_ids
+    np.testing.assert_allclose(np.frombuffer(found.top, "<f4"), np.frombuffer(scores.top, "<f4"), atol=1e-4)
+    held = [list(codes_of(model)) for model in models]
+    for each, *of_ranks in zip(codes_of(whole), *held, strict=True):
+        assert {of.kind for of in of_ranks} == {each.kind}
+        assert sum(of.inputs * of.outputs for of in of_ranks) == each.inputs * each.outputs
