@@ -36,7 +36,7 @@ SCORED = StepPlan((Chunk(tuple(prompt(9, 1)), 0, (PageId(2),), (spec(),), target
 ROUNDED = "rounded to "  # when they are read
 SHAPES = {  # of which each of two ranks has whole groups
     "fp8 of large blocks": {"head_dim": 64, "intermediate_size": 384},
-    "deepseek-v3": {"kv_lora_rank": 64, "v_head_dim": 16, "first_k_dense_replace": 0},
+    "deepseek-v3": {"kv_lora_rank": 56, "v_head_dim": 16, "first_k_dense_replace": 0},
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,4 +96,7 @@ def test_ranks_of_codes_draw_the_tokens_of_one_rank_with_the_same(case: str, tmp
     held = [list(codes_of(model)) for model in models]
     for each, *of_ranks in zip(codes_of(whole), *held, strict=True):
         assert {of.kind for of in of_ranks} == {each.kind}
-        assert sum(of.inputs * of.outputs for of in of_ranks) == each.inputs * each.outputs
+        whole_size, sizes = each.inputs * each.outputs, [of.inputs * of.outputs for of in of_ranks]
+        assert sum(sizes) == whole_size or (case.startswith("deepseek") and sizes == [whole_size] * 2), (
+            "latents are whole"
+        )
