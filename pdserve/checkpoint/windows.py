@@ -1,4 +1,4 @@
-"""What a part of a coded matrix needs of the tensors that the matrix is stored in.
+"""What a part of a coded matrix needs of the tensors that the matrix is stored in. Free of torch.
 
 Invariant: a window parts no word of packed codes and no group. So it decodes to what the whole matrix decodes to there.
 """
@@ -83,9 +83,7 @@ def _num_groups(parts: Mapping[str, Stored]) -> int:
 
 
 def _is_in_order(groups: "torch.Tensor", size: int) -> bool:
-    import torch  # noqa: PLC0415 - routers open checkpoints without it
-
-    return torch.equal(groups.long(), torch.arange(len(groups)) // size)
+    return groups.tolist() == [place // size for place in range(len(groups))]
 
 
 def _axes(
