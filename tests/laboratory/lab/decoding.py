@@ -12,7 +12,7 @@ from pdserve.base.ids import PageId
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import in_form
 from pdserve.engine.runner import Runner
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.protocol.sampling import SamplingParams
@@ -61,14 +61,15 @@ def loaded(family: str, most: int) -> Runner:
     return Runner(model, most * (_CONTEXT // _PAGE_SIZE), _PAGE_SIZE, ())
 
 
-def step_of(count: int, context: int) -> StepPlan:
-    """Return a step of so many sequences, each of which has so many tokens."""
-    per_row, greedy = context // _PAGE_SIZE, SamplingParams(temperature=0.0)
-    chunks = []
+def step_of(count: int, context: int, length: int = 1) -> StepPlan:
+    """Return a step of the last `length` tokens of so many sequences, each of which has `context` tokens then."""
+    per_row, phase = -(-context // _PAGE_SIZE), Phase.DECODE if length == 1 else Phase.PROMPT
+    greedy, chunks = SamplingParams(temperature=0.0), []
     for row in range(count):
         pages = tuple(PageId(row * per_row + page) for page in range(per_row))
         sample = SampleSpec(greedy, 0, 0, (), (), forbid_stops=False, sequence=(0, row))
-        chunks.append(Chunk([row + 5], context - 1, pages, (sample,)))
+        tokens = [5 + (7 * row + place) % 5000 for place in range(length)]
+        chunks.append(Chunk(tokens, context - length, pages, (sample,), phase))
     return StepPlan(tuple(chunks))
 
 

@@ -2,39 +2,31 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from lab.decoding import step_of
-from lab.speculating import Answering
-from pdserve.base.ids import Attempt, RequestId
+from lab.speculating import PAGE_SIZE, Answering, answered, in_turn, scheduler_of, trial_of
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.guesses import DraftsBy
-from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
-from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import load_model
-from pdserve.perfmodel.curve import Step
 from pdserve.protocol.drafts import DraftSource
-from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Quantization
 
-_PAGE_SIZE, _LONGEST, _GUESSES = 16, 512, 5
+_LONGEST, _GUESSES = 512, 5
 _ASKED, _ANSWERED = 160, 80  # tokens
 _TEMPERATURES = (0.0, 0.5, 1.0)
 _COMPARED = 4  # texts after which guesses are counted
-_TRIED = (1, 2, 4, 8, 16, 32)  # rows of steps before the first request, as a worker's trial computes them
 _OTHER_SEED = 0x5DEECE66D
 
 
@@ -63,20 +55,20 @@ class DraftBench:
         """quantizations: of the model's weights, and of the draft model's. sizes: its layers, and answers at once."""
         checkpoint = open_checkpoint(path)
         self._num_layers, self._num_streams = sizes
-        self._num_pages = self._num_streams * _LONGEST // _PAGE_SIZE
+        self._num_pages = self._num_streams * _LONGEST // PAGE_SIZE
         self._runner, self._draft_runner = (
             self._loaded(checkpoint, dtype, form, count)
             for form, count in zip(quantizations, (checkpoint.config.num_layers, self._num_layers), strict=True)
         )
         self._tokenizer = checkpoint.tokenizer()
-        self._trial = [(rows, min(self._step_s(rows) for _ in range(3))) for rows in _TRIED]
+        self._trial = trial_of(self._runner)
 
     def _loaded(self, checkpoint: Checkpoint, dtype: str, quantization: Quantization, num_layers: int) -> Runner:
         """Load the first layers, embedding and head."""
         weights = weights_in_form(checkpoint, choose_quantization(quantization, checkpoint, dtype, "cpu"))
         config = ModelConfig.from_hf({**checkpoint.raw_config, "num_hidden_layers": num_layers})
         kept = {name: stored for name, stored in weights.items() if _layer(name) < num_layers}
-        return Runner(load_model(config, kept, getattr(torch, dtype)), self._num_pages, _PAGE_SIZE, ())
+        return Runner(load_model(config, kept, getattr(torch, dtype)), self._num_pages, PAGE_SIZE, ())
 
     def measure(self, texts: Sequence[str], rounds: int) -> Iterator[Drafted]:
         """Let the model go on after the beginnings of texts, at a few temperatures."""
@@ -84,23 +76,9 @@ class DraftBench:
         for temperature in _TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=_ANSWERED, ignore_eos=True)
             shared, apart = (self._share_right(prompts[:_COMPARED], params, noise) for noise in (0, _OTHER_SEED))
-            pairs = []
-            for _ in range(rounds):
-                plain, drafting = (self._answer(prompts, params, run) for run in (None, self._drafting(0)))
-                pairs.append((plain.taken_s, drafting.taken_s))
-            without_s, with_s = (median(times) for times in zip(*pairs, strict=True))
-            yield Drafted(
-                self._num_layers,
-                self._num_streams,
-                temperature,
-                shared,
-                apart,
-                without_s,
-                with_s,
-                median(one / other for one, other in pairs),
-                drafting.num_guesses,
-                sum(plain.answers[number] == drafting.answers[number] for number in plain.answers),
-            )
+            plain, guessing = partial(self._answer, prompts, params, None), partial(self._guess, prompts, params)
+            _, gain = in_turn(plain, guessing, rounds)
+            yield Drafted(self._num_layers, self._num_streams, temperature, shared, apart, *gain)
 
     def _share_right(self, prompts: Sequence[Sequence[int]], params: SamplingParams, noise: int) -> float:
         """Return how many of the guesses that were compared were right, where all of them are verified."""
@@ -134,6 +112,9 @@ class DraftBench:
 
         return ModelDrafter(Reseeded() if noise else self._draft_runner).beside(verifying(self._runner.run))
 
+    def _guess(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Answering:
+        return self._answer(prompts, params, self._drafting(0))
+
     def _answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, run: Run | None) -> Answering:
         """Answer prompts, a few at once; without `run`, without guesses."""
         limits = Limits(self._num_streams, _LONGEST, _LONGEST, frozenset())
@@ -141,20 +122,9 @@ class DraftBench:
             limits = replace(
                 limits, num_speculative_tokens=_GUESSES, guesser=DraftsBy(DraftSource.DRAFT_MODEL, _LONGEST)
             )
-        scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
-        for rows, elapsed_s in self._trial:
-            scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)
-        for asked in (prompts[: self._num_streams], prompts):  # with the first ones, costs are learnt
-            for number, prompt in enumerate(asked):
-                own = replace(params, seed=number)
-                job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
-                scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
-            made = Answering(scheduler, run or self._runner.run)
-            made.run()
-        return made
-
-    def _step_s(self, rows: int) -> float:
-        return self._runner.run(step_of(rows, _PAGE_SIZE)).elapsed_s
+        scheduler, run = scheduler_of(limits, self._num_pages, self._trial), run or self._runner.run
+        answered(scheduler, run, prompts[: self._num_streams], params)  # with these, costs are learnt
+        return answered(scheduler, run, prompts, params)
 
 
 def _layer(name: str) -> int:

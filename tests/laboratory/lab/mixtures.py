@@ -3,7 +3,6 @@
 All are random models. The loop is the same mixture, computed one expert after the other in Python.
 """
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
@@ -11,11 +10,10 @@ from time import process_time
 
 import torch
 
-from pdserve.base.ids import PageId
+from lab.decoding import step_of
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
@@ -23,7 +21,6 @@ from pdserve.model.design import Activation
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.model.mlp import CompiledExperts, Experts, GatedMlp, Mlp
 from pdserve.model.ops import Dense, GateUp, Linear
-from pdserve.protocol.sampling import SamplingParams
 
 HIDDEN, INNER, COUNT, CHOSEN, VOCAB = 1024, 512, 64, 8, 8192
 _ATTENTION = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
@@ -113,7 +110,7 @@ def _loop(of: Mlp) -> Mlp:
 
 def _measured(models: tuple[Decoder, ...], runners: list[Runner], step: tuple[int, int], rounds: int) -> StepTimes:
     count, length = step
-    plan, taken = _plan(count, length), list[list[float]]()
+    plan, taken = step_of(count, _CONTEXT if length == 1 else length, length), list[list[float]]()
     counts = models[0].expert_counts()
     for turn in range(_WARM_UP + rounds):
         for each in counts:
@@ -139,16 +136,3 @@ def _measured(models: tuple[Decoder, ...], runners: list[Runner], step: tuple[in
         bytes_to_dense=mixture / dense,
         experts=sum(touched) / max(len(touched), 1),
     )
-
-
-def _plan(count: int, length: int) -> StepPlan:
-    """Return a step of random tokens behind contexts of zeros, or of whole prompts."""
-    draw, chunks = random.Random(count + length), []
-    start = _CONTEXT - 1 if length == 1 else 0
-    per_row = -(-(start + length) // _PAGE_SIZE)
-    for row in range(count):
-        pages = tuple(PageId(row * per_row + page) for page in range(per_row))
-        greedy = SamplingParams(temperature=0.0)
-        sample = SampleSpec(greedy, 0, 0, (), (), forbid_stops=False, sequence=(0, row))
-        chunks.append(Chunk([draw.randrange(VOCAB) for _ in range(length)], start, pages, (sample,)))
-    return StepPlan(tuple(chunks))

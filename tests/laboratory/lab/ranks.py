@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from pdserve.base.ids import PageId
+from lab.decoding import step_of
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import ChosenQuantization
-from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan
+from pdserve.engine.step import StepPlan
 from pdserve.executor.executor import Executor
-from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
 
@@ -49,7 +48,7 @@ def measure_ranks(
             })  # fmt: skip
             executors.append(build_engine(config, open_model(config), b"none", lambda _: None).executor)
             ends.callback(executors[-1].close)
-        plans = {f"{count} x {length}": [_plan(count, length)] for count, length in _STEPS}
+        plans = {f"{count} x {length}": [_step(count, length)] for count, length in _STEPS}
         plans[f"1 x {_CONTEXT} in {_CONTEXT // _CHUNK}"] = _prompt()
         for name, steps in plans.items():
             taken = list[list[float]]()
@@ -74,24 +73,17 @@ def _compute(executor: Executor, plans: Sequence[StepPlan]) -> None:
         step.result()
 
 
+def _step(count: int, length: int) -> StepPlan:
+    """Return a step of a token behind each context, or of whole prompts."""
+    return step_of(count, _CONTEXT + 1 if length == 1 else length, length)
+
+
 def _prompt() -> list[StepPlan]:
     """Return the steps of a prompt, of which the last one samples."""
-    (whole,) = _plan(1, _CONTEXT).chunks
+    (whole,) = _step(1, _CONTEXT).chunks
     chunks = []
     for start in range(0, _CONTEXT, _CHUNK):
         end = start + _CHUNK
         samples = whole.samples if end == _CONTEXT else ()
         chunks.append(replace(whole, token_ids=whole.token_ids[start:end], start=start, samples=samples))
     return [StepPlan((replace(chunk, pages=chunk.pages[: (chunk.start + _CHUNK) // _PAGE_SIZE]),)) for chunk in chunks]
-
-
-def _plan(count: int, length: int) -> StepPlan:
-    """Return a step of tokens behind contexts of zeros, or of a whole prompt."""
-    start, phase = (_CONTEXT, Phase.DECODE) if length == 1 else (0, Phase.PROMPT)
-    per_row = _CONTEXT // _PAGE_SIZE + 1
-    greedy, chunks = SamplingParams(temperature=0.0), []
-    for row in range(count):
-        pages = tuple(PageId(row * per_row + page) for page in range(-(-(start + length) // _PAGE_SIZE)))
-        sample = SampleSpec(greedy, 0, 0, (), (), forbid_stops=False, sequence=(0, row))
-        chunks.append(Chunk(list(range(10, 10 + length)), start, pages, (sample,), phase))
-    return StepPlan(tuple(chunks))

@@ -1,11 +1,12 @@
 """What speculative decoding gains: an engine alone answers the same requests with and without guesses, in turn."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import process_time
+from typing import NamedTuple
 
 import torch
 
@@ -29,9 +30,10 @@ from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Quantization
 from pdserve.settings.speculative import SpeculativeConfig
 
-_PAGE_SIZE, _CHUNK, _LONGEST = 16, 512, 1024
+PAGE_SIZE, _CHUNK, _LONGEST = 16, 512, 1024
 _COPIED, _SHOWN = 220, 24  # tokens of a text that is to be copied, and of its copy that the prompt begins with
 _TRIED = (1, 2, 4, 8, 16, 32)  # rows of steps before the first request, as a worker's trial computes them
+Trial = Sequence[tuple[int, float]]  # rows of steps, and seconds that they took
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=120, ignore_eos=True)
 
@@ -82,6 +84,52 @@ class Answering:
                 self.num_right += len(tokens[0]) - 1
 
 
+def trial_of(runner: Runner) -> Trial:
+    return [(rows, min(runner.run(step_of(rows, PAGE_SIZE)).elapsed_s for _ in range(3))) for rows in _TRIED]
+
+
+def scheduler_of(limits: Limits, num_pages: int, trial: Trial) -> Scheduler:
+    """Return a scheduler that knows what steps take, as a worker's does from its trial."""
+    scheduler = Scheduler(KvCache(num_pages, Paging.of(PAGE_SIZE), None), limits)
+    for rows, elapsed_s in trial:
+        scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * PAGE_SIZE), elapsed_s)
+    return scheduler
+
+
+def answered(scheduler: Scheduler, run: Run, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Answering:
+    """Answer prompts, each with a seed of its own."""
+    for number, prompt in enumerate(prompts):
+        own = replace(params, seed=number)
+        job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
+        scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
+    made = Answering(scheduler, run)
+    made.run()
+    return made
+
+
+class Compared(NamedTuple):
+    """CPU seconds without and with guesses, and the median of the rounds' ratios; guesses of the last round."""
+
+    without_s: float
+    with_s: float
+    speedup: float
+    num_guesses: int
+    num_equal: int  # answers that are the same
+
+
+def in_turn(
+    plain: Callable[[], Answering], guessing: Callable[[], Answering], rounds: int
+) -> tuple[Answering, Compared]:
+    """Answer the same requests without guesses and with them, round after round; return the last answers with them."""
+    made = [(plain(), guessing()) for _ in range(rounds)]
+    taken_s = [(one.taken_s, other.taken_s) for one, other in made]
+    without_s, with_s = (median(times) for times in zip(*taken_s, strict=True))
+    one, other = made[-1]
+    num_equal = sum(one.answers[number] == other.answers[number] for number in one.answers)
+    speedup = median(before / after for before, after in taken_s)
+    return other, Compared(without_s, with_s, speedup, other.num_guesses, num_equal)
+
+
 class SpeculationBench:
     """One model; each run has a scheduler of its own over the same pages."""
 
@@ -91,12 +139,12 @@ class SpeculationBench:
         checkpoint = open_checkpoint(path)
         form = choose_quantization(quantization, checkpoint, dtype, "cpu")
         model = load_model(checkpoint.config, weights_in_form(checkpoint, form), getattr(torch, dtype))
-        self._num_pages = most_streams * (_LONGEST // _PAGE_SIZE)
+        self._num_pages = most_streams * (_LONGEST // PAGE_SIZE)
         self._limits = Limits(most_streams, _CHUNK, _LONGEST, frozenset())
-        self._runner = Runner(model, self._num_pages, _PAGE_SIZE, ())
+        self._runner = Runner(model, self._num_pages, PAGE_SIZE, ())
         self._tokenizer, self._vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
         self._guessed = guessed
-        self._trial = [(rows, min(self._step_s(rows) for _ in range(3))) for rows in _TRIED]
+        self._trial = trial_of(self._runner)
 
     def copying(self, texts: Sequence[str], rounds: int) -> Gain:
         """Let the model copy texts, greedily."""
@@ -125,22 +173,14 @@ class SpeculationBench:
         num_streams: int | None = None,
     ) -> Gain:
         """num_streams: answers at once; None: all of them."""
-        pairs, at_once = [], num_streams or len(prompts)
-        for _ in range(rounds):
-            plain, guessing = (self._run(prompts, params, guessed, at_once) for guessed in (None, self._guessed))
-            pairs.append((plain.taken_s, guessing.taken_s))
-        without_s, with_s = (median(times) for times in zip(*pairs, strict=True))
-        return Gain(
-            workload=name,
-            num_streams=at_once,
-            num_tokens=sum(map(len, guessing.answers.values())),
-            without_s=without_s,
-            with_s=with_s,
-            speedup=median(one / other for one, other in pairs),
-            num_guesses=guessing.num_guesses,
-            num_right=guessing.num_right,
-            num_equal=sum(plain.answers[number] == guessing.answers[number] for number in plain.answers),
+        at_once = num_streams or len(prompts)
+        guessing, gain = in_turn(
+            lambda: self._run(prompts, params, None, at_once),
+            lambda: self._run(prompts, params, self._guessed, at_once),
+            rounds,
         )
+        num_tokens = sum(map(len, guessing.answers.values()))
+        return Gain(name, at_once, num_tokens, num_right=guessing.num_right, **gain._asdict())
 
     def _run(
         self,
@@ -153,19 +193,8 @@ class SpeculationBench:
         if guessed is not None:
             counted = guessed.num_speculative_tokens
             limits = replace(limits, num_speculative_tokens=counted, guesser=lookup_of(guessed))
-        scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
-        for rows, elapsed_s in self._trial:
-            scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)
-        for number, prompt in enumerate(prompts):
-            own = replace(params, seed=number)
-            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
-            scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
-        made = Answering(scheduler, verifying(self._runner.run))
-        made.run()
-        return made
-
-    def _step_s(self, rows: int) -> float:
-        return self._runner.run(step_of(rows, _PAGE_SIZE)).elapsed_s
+        scheduler = scheduler_of(limits, self._num_pages, self._trial)
+        return answered(scheduler, verifying(self._runner.run), prompts, params)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special=False)
