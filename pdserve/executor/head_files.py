@@ -30,7 +30,8 @@ from pdserve.model.family import Model, Shapes, Tensors, Wanted
 from pdserve.model.loading import checked, ops_for
 from pdserve.model.mtp import SHARED, TARGETS, MtpHead, prefix_of
 from pdserve.model.ops import Dense, TorchOps
-from pdserve.model.weights import Part, Stored, Weights
+from pdserve.model.parallel import Collective
+from pdserve.model.weights import WHOLE, Part, Stored, Weights
 from pdserve.protocol.drafts import DraftSource
 
 _FC, _TO_TARGET, _IN_TARGET = "fc.weight", "d2t", "t2d"
@@ -55,12 +56,23 @@ class HeadFiles:
         """Return the weights as they are loaded: in 8 bits where the model's file has codes."""
         return in_form(self.weights, quantization if quantization in ("none", *BITS) else "int8")
 
-    def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> Eagle3Head:
-        """Load the head in a model's dtype. quantization: the model's."""
-        tensors = Tensors(self.held(quantization), model.dtype, model.device)
+    def load(
+        self,
+        model: Model,
+        quantization: ChosenQuantization = "none",
+        input_bits: int = INPUT_BITS,
+        ranks: Collective | None = None,
+    ) -> Eagle3Head:
+        """Load the head in a model's dtype. quantization: the model's. ranks: of which each loads a part."""
+        tensors, rank = (
+            Tensors(self.held(quantization), model.dtype, model.device),
+            WHOLE if ranks is None else ranks.rank,
+        )
         token_ids, embedding = self.token_ids.to(model.device), model.embedding
         embedding = None if f"{EMBEDDING}.weight" in self.weights else embedding
-        return Eagle3Head.build(self.config, tensors, ops_for(model.device, input_bits), token_ids, embedding)
+        ops = ops_for(model.device, input_bits)
+        head = Eagle3Head.build(self.config, tensors, ops, token_ids, embedding, rank)
+        return head if ranks is None else head.among(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +95,26 @@ class MtpFiles:
         weights = weights_in_form(self.checkpoint, quantization)
         return {name: weights[name] for name in self.weights}
 
-    def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> MtpHead:
-        """Load the module as its model was loaded."""
-        tensors = Tensors(self.held(quantization), model.dtype, model.device)
-        ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts)
+    def load(
+        self,
+        model: Model,
+        quantization: ChosenQuantization = "none",
+        input_bits: int = INPUT_BITS,
+        ranks: Collective | None = None,
+    ) -> MtpHead:
+        """Load the module as its model was loaded. ranks: of which each loads a part."""
+        tensors, rank = (
+            Tensors(self.held(quantization), model.dtype, model.device),
+            WHOLE if ranks is None else ranks.rank,
+        )
+        ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts and rank.size == 1)
         embedding, lm_head = model.embedding, model.lm_head
         if TARGET_EMBEDDING in self.weights:
             embedding, lm_head = embedding_and_head(model.config, tensors, ops)
         assert embedding is not None, "pipeline stages guess nothing"
         assert lm_head is not None, "as well"
-        return MtpHead.build(model.config, tensors, ops, (embedding, lm_head))
+        module = MtpHead.build(model.config, tensors, ops, (embedding, lm_head), rank)
+        return module if ranks is None else module.among(ranks)
 
 
 def open_mtp(checkpoint: Checkpoint) -> MtpFiles:

@@ -18,10 +18,12 @@ from pdserve.model.family import TensorSource
 from pdserve.model.layers import SelfAttention
 from pdserve.model.mlp import Mlp, build_mlp
 from pdserve.model.ops import DeviceOps, Linear, Norm, Ops
+from pdserve.model.parallel import Collective, vocab_parallel
 from pdserve.model.parts import Parts
+from pdserve.model.ranks import RankedOps
 from pdserve.model.rope import Rope
 from pdserve.model.taps import Taps
-from pdserve.model.weights import WHOLE
+from pdserve.model.weights import WHOLE, Rank
 
 LAYER = "midlayer."
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
@@ -68,18 +70,30 @@ class Eagle3Head:
         every = own.new_full((len(own), self.config.vocab_size), -torch.inf)
         return every.index_copy_(1, self.token_ids, own)
 
+    def among(self, ranks: Collective) -> "Eagle3Head":
+        """Return the same part of a head, which computes with the other ranks."""
+        return replace(self, ops=RankedOps(self.ops, ranks))
+
     @classmethod
     def build(
-        cls, of: HeadConfig, tensors: TensorSource, ops: DeviceOps, token_ids: Tensor, embedding: Linear | None
+        cls,
+        of: HeadConfig,
+        tensors: TensorSource,
+        ops: DeviceOps,
+        token_ids: Tensor,
+        embedding: Linear | None,
+        rank: Rank = WHOLE,
     ) -> Self:
-        """Put a head together. embedding: the model's; None: the head has its own."""
-        config, parts = of.model, Parts(of.model, tensors, ops, WHOLE)
+        """Put a rank's part of a head together. embedding: the model's; None: the head has its own."""
+        config, parts = of.model, Parts(of.model, tensors, ops, rank)
         in_layer, size = replace(parts, prefix=LAYER), config.hidden_size
         (layer,) = config.design.layers
         assert isinstance(layer, design.Sequential), "a Llama's"
         assert isinstance(layer.attention, design.SelfAttention), "a Llama's"
         if embedding is None:
-            embedding, _ = ops.held_embedding(tensors.take_matrix(EMBEDDING, config.vocab_size, size), tied=False)
+            taken = tensors.take_matrix(EMBEDDING, config.vocab_size, size, shard=rank.rows())
+            embedding = vocab_parallel(ops.held_embedding(taken, tied=False)[0], rank, config.vocab_size)
+        own = tensors.take_matrix(LM_HEAD, of.draft_vocab_size, size, shard=rank.rows())
         fc = [ops.held(tensors.take_matrix(feature_part(place), size, size)) for place in range(len(of.layers))]
         return cls(
             config=config,
@@ -89,10 +103,10 @@ class Eagle3Head:
             before_attention=(in_layer.norm("input_layernorm", layer.norm), in_layer.norm("hidden_norm", layer.norm)),
             attention=SelfAttention.build(replace(layer.attention, num_inputs=2), in_layer),
             before_mlp=in_layer.norm("post_attention_layernorm", layer.norm),
-            mlp=build_mlp(f"{LAYER}mlp.", layer.mlp, size, tensors, ops, WHOLE),
+            mlp=build_mlp(f"{LAYER}mlp.", layer.mlp, size, tensors, ops, rank),
             norms_residual=of.norms_residual,
             final_norm=parts.norm("norm", layer.norm),
-            lm_head=ops.held(tensors.take_matrix(LM_HEAD, of.draft_vocab_size, size)),
+            lm_head=vocab_parallel(ops.held(own), rank, of.draft_vocab_size),
             token_ids=token_ids,
             rope=Rope(config.head_dim, layer.attention.rope, tensors.device),
             scores=layer.attention.scores,

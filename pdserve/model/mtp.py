@@ -4,7 +4,7 @@ At a position it takes what the model's head reads of the position, and the toke
 for that at positions that the model has not computed. It shares the model's embedding and head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -17,10 +17,12 @@ from pdserve.model.decoder import ropes_of
 from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.ops import DeviceOps, Linear, Norm, Ops
+from pdserve.model.parallel import Collective
 from pdserve.model.parts import Parts
+from pdserve.model.ranks import RankedOps
 from pdserve.model.rope import Rope
 from pdserve.model.taps import Taps, behind_all
-from pdserve.model.weights import WHOLE
+from pdserve.model.weights import WHOLE, Rank
 
 TARGETS = (  # families whose modules were tested
     "DeepseekV3ForCausalLM",
@@ -61,10 +63,21 @@ class MtpHead:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.logits(self.ops.norm(hidden, self.final_norm), self.lm_head)
 
+    def among(self, ranks: Collective) -> "MtpHead":
+        """Return the same part of a module, which computes with the other ranks."""
+        return replace(self, ops=RankedOps(self.ops, ranks))
+
     @classmethod
-    def build(cls, config: ModelConfig, tensors: TensorSource, ops: DeviceOps, shared: tuple[Linear, Linear]) -> Self:
-        """Put a module together. shared: the model's embedding and head."""
-        parts, layer = Parts(config, tensors, ops, WHOLE, prefix_of(config)), config.design.layers[-1]
+    def build(
+        cls,
+        config: ModelConfig,
+        tensors: TensorSource,
+        ops: DeviceOps,
+        shared: tuple[Linear, Linear],
+        rank: Rank = WHOLE,
+    ) -> Self:
+        """Put a rank's part of a module together. shared: the model's embedding and head."""
+        parts, layer = Parts(config, tensors, ops, rank, prefix_of(config)), config.design.layers[-1]
         attention, norm, size = config.design.attentions[-1], config.design.head.norm, config.hidden_size
         assert attention is not None, "these families have no other layers"
         embedding, lm_head = shared
