@@ -27,6 +27,7 @@ from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.staging import Staging, aligned
 from pdserve.model.guessing_head import Head
+from pdserve.model.sharding import part_of
 from pdserve.protocol.sampling import SamplingParams
 
 _NUM_INPUTS = 3  # token ids, positions and slots
@@ -46,18 +47,25 @@ class CudaHead:
         self.features_of = self._features.of
         self._most_seqs, self._sizes = limits.max_num_seqs, graph_sizes(most_samples(limits))
         kind = kind_of_head(head, runner.kv, first, KvRows(config.head_dim, runner.kv.dtype))
-        self._attention = over_head(TritonAttention(config, limits.max_model_len, self._sizes, None, kind), first)
+        own = part_of(config, runner.rank)
+        self._attention = over_head(TritonAttention(own, limits.max_model_len, self._sizes, None, kind), first)
         max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
         self._inputs, self._staging = Staging(device, _NUM_INPUTS * aligned(max_tokens)), Staging(device)
         self._taking, self._guessing = Replays[Tensor](device), Replays[tuple[Tensor, Tensor]](device)
         self._rows = torch.arange(self._sizes[-1], device=device)
         self._given = torch.zeros((self._sizes[-1], config.hidden_size), dtype=runner.kv.dtype, device=device)
-        self._eos_token_ids = sorted(limits.eos_token_ids)
-        self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, limits.max_num_seqs, device)
+        self._eos_token_ids, self._spread = sorted(limits.eos_token_ids), runner.spread
+        self._sampler: KernelSampler | None = None
+        if runner.rank.index == 0:
+            self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, limits.max_num_seqs, device)
 
-    def follow(self, runner: CudaRunner, attempt: Callable[[Callable[[], None]], object]) -> None:
-        """Take in the runner's steps from the first one on. attempt: keeps what fails here from ending them."""
-        runner.keep(self._head.taps, lambda *step: attempt(lambda: self.take_in(*step)))
+    def follow(self, runner: CudaRunner, attempt: Callable[[Callable[[], None]], object] | None = None) -> None:
+        """Take in the runner's steps from the first one on.
+
+        attempt: keeps what fails here from ending them; None: it ends them, since other ranks wait in a sum.
+        """
+        taken = self.take_in if attempt is None else lambda *step: attempt(lambda: self.take_in(*step))
+        runner.keep(self._head.taps, taken)
 
     @torch.inference_mode()
     def take_in(self, plan: StepPlan, batch: Batch, left: Left, sampled: Tensor | None) -> None:
@@ -81,30 +89,42 @@ class CudaHead:
             self._taking.run(left.size, compute)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, given: Tensor) -> Drawn:
-        """Compute a pass of single tokens, each of which is sampled behind."""
+    def run(self, plan: StepPlan, given: Tensor | None) -> Drawn | None:
+        """Compute a pass of single tokens, each of which is sampled behind.
+
+        Ranks that do not sample are given nothing, and return nothing: they get the first one's features.
+        """
         batch = Batch.of(plan, self._pool)
         num_rows = batch.num_tokens
         size = size_for(num_rows, self._sizes)
         assert size is not None, "a step has no more sequences"
         token_ids = self._planned(batch, size)
-        self._given[:num_rows] = given.index_select(0, self._staging.send(batch.order)[0])
+        if given is not None:
+            self._given[:num_rows] = given.index_select(0, self._staging.send(batch.order)[0])
+        if self._spread is not None:
+            self._spread(self._given[:size])
 
         def compute() -> tuple[Tensor, Tensor]:
             hidden = self._head.hidden(token_ids, self._given[:size], self._attention, self._rows[:size])
             return hidden, self._head.logits(hidden)
 
         hidden, logits = self._guessing.run(size, compute)
+        if self._sampler is None:
+            return None
         masks = token_masks(batch.samples, self._pool.vocab_size, self._eos_token_ids)
         sampled = self._sampler.sample(logits[:num_rows], batch.samples, masks)
         return drawn(batch, sampled.cpu().tolist(), masks, hidden)
 
-    def capture(self) -> None:
-        """Capture guesses of up to all sequences now, not when they are first needed. Overwrites slots of page 0."""
+    def capture(self, run: Callable[[StepPlan, Tensor], object] | None = None) -> None:
+        """Capture guesses of up to all sequences now, not when they are first needed. Overwrites slots of page 0.
+
+        run: computes these passes on all ranks.
+        """
+        run = run or self.run
         spec = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(-1, 0))
         chunk = Chunk((0,), 0, (PageId(0),), (spec,), Phase.DECODE)
         for size in reversed(self._sizes[: 1 + bisect_left(self._sizes, self._most_seqs)]):
-            self.run(StepPlan((chunk,) * size), self._given[:size])
+            run(StepPlan((chunk,) * size), self._given[:size])
 
     def _planned(self, batch: Batch, size: int) -> Tensor:
         """Prepare attention, with room for `size` tokens; returns their ids."""

@@ -135,7 +135,8 @@ class CudaRunner:
         size = pool_size(config, num_pages, self.groups, config.head_dim)
         own = None if part is None else part.memory.view(model.dtype)
         self.kv = zeroed(size, model.dtype, device) if own is None else pool_in(own, size, by_head=True)
-        self._model, self._spread = model, None if part is None else part.spread
+        self.rank, self.spread = model.rank, None if part is None else part.spread
+        self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
         self._sizes = graph_sizes(most_samples(limits))
@@ -216,10 +217,23 @@ class CudaRunner:
     def _compute(self, plan: StepPlan, batch: Batch) -> _OnHost:
         """Launch a batch, and what a head takes in of it; return what comes to the host."""
         logits, left, scores = self._scored(batch) if batch.scored else self._logits(batch)
-        token_ids, logprobs, stuck = self._sample(logits, batch)
-        if self._take_in is not None and left.features is not None:
-            self._take_in(plan, batch, left, None if self._sampled is None else self._sampled.token_ids)
+        try:
+            token_ids, logprobs, stuck = self._sample(logits, batch)
+        except Exception:
+            if self.spread is not None:  # other ranks wait for what is sampled; all compute the step again
+                unknown = torch.zeros(len(batch.samples), dtype=torch.int64, device=self.kv.device)
+                self._let_take_in(plan, batch, left, unknown)
+            raise
+        self._let_take_in(plan, batch, left, None if self._sampled is None else self._sampled.token_ids)
         return token_ids, logprobs, scores, stuck
+
+    def _let_take_in(self, plan: StepPlan, batch: Batch, left: Left, sampled: Tensor | None) -> None:
+        """Let a head, if there is one, take in a step. sampled: in batch order; on ranks that do not sample, room."""
+        if self._take_in is None:
+            return
+        if self.spread is not None and sampled is not None:
+            self.spread(sampled)
+        self._take_in(plan, batch, left, sampled)
 
     def _sample(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Scores | None, Mapping[int, str]]:
         """Launch sampling; return where tokens and their scores come on the host, and stuck samples."""
@@ -318,8 +332,8 @@ class CudaRunner:
     def _fill_in(self, token_ids: Tensor, batch: Batch) -> None:
         """Write tokens of the previous step into this one's, behind the work already launched."""
         before, places = self._before(), np.flatnonzero(batch.previous != KNOWN)
-        if self._spread is not None:
-            self._spread(before.token_ids)
+        if self.spread is not None and self._take_in is None:  # else all ranks have had them for the head
+            self.spread(before.token_ids)
         targets, sources = self._staging.send(places, before.of_chunks(batch.previous[places]))
         token_ids.index_copy_(0, targets.long(), before.token_ids.index_select(0, sources).to(token_ids.dtype))
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from pdserve.base.errors import DeviceError
@@ -18,14 +19,15 @@ from pdserve.base.signals import end_served
 from pdserve.checkpoint.checkpoint import weights_in_form
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
+from pdserve.executor.draft_loading import Drafts, Guessing, drafter_of, follow_head, load_guessing
 from pdserve.executor.executor import Executor
 from pdserve.executor.followers import Followers
 from pdserve.executor.form import Form, Progress, check_inputs, load_form
 from pdserve.executor.node_ranks import join_group
-from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
+from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, plan_of
 from pdserve.executor.rank_group import LOOPBACK, GroupRanks, device_of_rank, within
 from pdserve.executor.rank_memory import check_on_devices, device_pages
-from pdserve.executor.ranked import Leading, RankedExecutor
+from pdserve.executor.ranked import Leading, LeadingHead, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
@@ -48,12 +50,12 @@ class Fitting:
     layout: KvLayout
     num_pages: int | None  # None: as many as fit on each device
     limits: Callable[[int], Limits]  # of steps over so many pages
-    room: Callable[[Model], int]  # how many pages fit on a device beside a rank's part
+    room: Callable[[Model, Guessing | None], int]  # how many pages fit on a device beside what a rank has loaded
 
 
 def load_on_devices(
     config: WorkerConfig,
-    form: Form,
+    forms: tuple[Form, Drafts],
     fitting: Fitting,
     thread: ThreadPoolExecutor,
     places: "tuple[str, Nodes | None]",
@@ -61,25 +63,29 @@ def load_on_devices(
 ) -> tuple[Executor, KvLayout, Limits]:
     """Start the other ranks, and load this one beside them.
 
+    forms: of the model, and of what guesses: each rank has a part of a head, and this one alone a draft model.
     places: the name of the device, as routers know it, and the other machines, if the worker has several.
     """
+    (form, drafts), (name, nodes), layout = forms, places, fitting.layout
     checkpoint = form.checkpoint
     check_on_devices(config, checkpoint.config, weights_in_form(checkpoint, form.quantization, config.device))
-    (name, nodes), layout = places, fitting.layout
     device = device_of_rank(config.device, 0, config.degrees.ranks_per_node)
     ranks = GroupRanks(Rank.at(0, config.degrees), device, LOOPBACK if nodes is None else nodes.host)
     followers = Followers(config, form, fitting.num_pages, layout, ranks, nodes)
     try:
         model = load_form(config, form, ranks.device, ranks, progress)
         check_inputs(config, model)
-        num_pages = min(fitting.num_pages or fitting.room(model), *followers.meet())
+        guessing = load_guessing(config, drafts, form, model, (fitting.num_pages, layout), ranks)
+        num_pages = min(fitting.num_pages or fitting.room(model, guessing), *followers.meet())
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"), _ending_the_process():
             followers.join(ranks, num_pages)
             runner = _runner(model, ranks, config, limits, (num_pages, followers.make_pages(num_pages)))
             followers.end()
-            runner.capture(Leading(runner, followers, followers.begin).run)
-        executor = RankedExecutor(runner, followers, thread, name, config.test_step_s)
+            leading = Leading(runner, followers, followers.begin)
+            drafter = drafter_of(guessing, runner, layout.page_size, limits, lambda head: LeadingHead(head, leading))
+            runner.capture(leading.run)
+        executor = RankedExecutor(runner, followers, thread, name, config.test_step_s, drafter)
     except BaseException:
         followers.close()
         raise
@@ -103,26 +109,44 @@ def _ending_the_process() -> Iterator[None]:
 class DeviceFollower:
     """The part of a rank that is not the first."""
 
-    def __init__(self, config: WorkerConfig, form: Form, fitting: Fitting, setup: Setup, channel: Channel) -> None:
-        """Load it, and get ready beside the other ranks. channel: to rank 0."""
+    def __init__(
+        self, config: WorkerConfig, forms: tuple[Form, Drafts], fitting: Fitting, setup: Setup, channel: Channel
+    ) -> None:
+        """Load it, and get ready beside the other ranks. forms: of the model and of a head. channel: to rank 0."""
+        form, drafts = forms
         self._index, self._channel = setup.index, channel
         here = config.degrees.ranks_per_node
         place = config.device, setup.index % here, here
         device = device_of_rank(*place)
         self._ends = ThreadPoolExecutor(1, "step-ends", device_of_rank, place)  # CUDA's device is a thread's own
         ranks = GroupRanks(Rank.at(setup.index, config.degrees), device, setup.host or LOOPBACK)
-        model = load_form(config, form, device, ranks)
-        channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model)))
+        model, guessing = load_form(config, form, device, ranks), None
+        if not isinstance(drafts, Form):
+            guessing = load_guessing(config, drafts, form, model, (fitting.num_pages, fitting.layout), ranks)
+        channel.send(Ended(num_pages=fitting.num_pages or fitting.room(model, guessing)))
         num_pages = channel.receive(Pages).num_pages
         join_group(ranks, setup.slots, channel, config.stalled_step_s)
         assert isinstance(setup.pages, OwnPages), "ranks with devices have memory of their own"
         memory, self.region = device_pages(num_pages, setup.pages, device)
-        self._runner = _runner(model, ranks, config, fitting.limits(num_pages), (num_pages, memory))
+        limits = fitting.limits(num_pages)
+        self._runner = _runner(model, ranks, config, limits, (num_pages, memory))
+        self._head = follow_head(guessing, self._runner, limits)
 
-    def follow(self, plan: StepPlan) -> None:
-        """Launch this rank's part of a step; rank 0 is told when it has ended."""
-        self._runner.start(plan)
+    def follow(self, step: Step) -> None:
+        """Launch this rank's part of a step or of a head's pass; rank 0 is told when it has ended."""
+        if step.is_guessing:
+            self._guess(plan_of(step))
+            return
+        self._runner.start(plan_of(step))
         self._ends.submit(self._end)
+
+    def _guess(self, plan: StepPlan) -> None:
+        """Compute a pass of the head, while no step is under way."""
+        assert self._head is not None, "rank 0 has one as well"
+        self._head.run(plan, None)
+        if (device := self._runner.kv.device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        self._channel.send(Ended())
 
     def _end(self) -> None:
         try:

@@ -3,8 +3,10 @@
 That is a draft model, with as many pages as the worker's, or a head, whose KV lies in those.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +16,7 @@ from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter, ModelDrafter, limits_of_passes
 from pdserve.engine.guesses import AnswerLookup, DraftsBy, NgramLookup
-from pdserve.engine.head_drafting import HeadDrafter, HeadRunner
+from pdserve.engine.head_drafting import HeadDrafter, HeadPasses, HeadRunner
 from pdserve.engine.recent_answers import SHORTEST
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
@@ -28,11 +30,14 @@ from pdserve.model.family import Model
 from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import needed_weights
 from pdserve.model.mtp import MtpHead
+from pdserve.model.parallel import Collective
 from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import Device, WorkerConfig
-from pdserve.settings.degrees import Degrees
 from pdserve.settings.speculative import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from pdserve.engine.head_cuda import CudaHead
 
 _KEY = "speculative_config.model"
 _COMPUTED = 3  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
@@ -74,21 +79,29 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
         raise ConfigError(f"{_KEY}: {error}") from error
 
 
+def open_divided(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
+    """Return the head of which each of a worker's ranks has a part; None: there is none."""
+    guessed = config.speculative_config
+    return None if guessed is None or guessed.method == "draft_model" else open_drafts(config, checkpoint)
+
+
 def choose_forms(config: WorkerConfig, checkpoint: Checkpoint) -> tuple[Form, Drafts]:
     """Return the forms of a worker's model and of what guesses for it; ConfigError if there are none."""
     drafts = open_drafts(config, checkpoint)
     form = choose_form(config, with_room(checkpoint, drafts))
-    return form, among_ranks(drafts, config.degrees, form.checkpoint, form.dtype, form.quantization)
+    return form, among_ranks(drafts, config, form.checkpoint, form.dtype, form.quantization)
 
 
 def among_ranks(
-    drafts: Drafts, degrees: Degrees, checkpoint: Checkpoint, dtype: str, quantization: ChosenQuantization
+    drafts: Drafts, config: WorkerConfig, checkpoint: Checkpoint, dtype: str, quantization: ChosenQuantization
 ) -> Drafts:
     """Return what guesses as the first of a model's ranks has it; ConfigError where no test has compared it so.
 
     checkpoint, dtype, quantization: of the model, whose whole embedding a head takes, and a module its head as well.
+    Ranks with a device each divide a head as they do the model.
     """
-    if degrees.tensor == 1 or not isinstance(drafts, HeadFiles | MtpFiles):
+    is_divided = config.device in KERNEL_DEVICES
+    if config.degrees.tensor == 1 or is_divided or not isinstance(drafts, HeadFiles | MtpFiles):
         return drafts
     compared = _COMPARED if isinstance(drafts, MtpFiles) else _COMPARED_HEADS
     if (dtype, quantization) not in compared:
@@ -193,12 +206,17 @@ def bytes_beside(
 
 
 def load_guessing(
-    config: WorkerConfig, drafts: Drafts, form: Form, model: Model, pages: tuple[int | None, KvLayout]
+    config: WorkerConfig,
+    drafts: Drafts,
+    form: Form,
+    model: Model,
+    pages: tuple[int | None, KvLayout],
+    ranks: Collective | None = None,
 ) -> Guessing | None:
     """Load what guesses beside a worker's model, if anything does. form: of that model.
 
     pages: how many the worker has, and their layout; None: those that fit on the GPU beside what is loaded. On a CPU
-    the memory of pages is not taken yet, so it is counted here.
+    the memory of pages is not taken yet, so it is counted here. ranks: of which each loads a part of a head.
     """
     if drafts is None:
         return None
@@ -211,11 +229,20 @@ def load_guessing(
             _check_memory(needed, available_bytes() - layout.memory_bytes(num_pages, config.max_num_seqs))
         if isinstance(drafts, Form):
             return load_form(config, drafts, model.device, None)
-        return drafts.load(model, form.quantization, config.quantized_inputs)
+        return drafts.load(model, form.quantization, config.quantized_inputs, ranks)
 
 
-def drafter_of(guessing: Guessing | None, runner: EngineRunner, page_size: int, limits: Limits) -> Drafter | None:
-    """Return what guesses beside a runner, before its first step. page_size: of the first group of its layers."""
+def drafter_of(
+    guessing: Guessing | None,
+    runner: EngineRunner,
+    page_size: int,
+    limits: Limits,
+    among: Callable[["CudaHead"], HeadPasses] | None = None,
+) -> Drafter | None:
+    """Return what guesses beside a runner, before its first step. page_size: of the first group of its layers.
+
+    among: leads other ranks through the passes of a head of which each has a part.
+    """
     if guessing is None:
         return None
     eos_token_ids, num_pages = sorted(limits.eos_token_ids), len(runner.kv)
@@ -230,13 +257,29 @@ def drafter_of(guessing: Guessing | None, runner: EngineRunner, page_size: int, 
     if isinstance(guessing, Eagle3Head | MtpHead):
         assert isinstance(runner, CudaRunner), "there are no others"
         head = CudaHead(guessing, runner, limits)
-        head.capture()
-        drafter = HeadDrafter(head)
-        head.follow(runner, drafter.attempt)
+        led: HeadPasses = head if among is None else among(head)
+        drafter = HeadDrafter(led)
+        head.capture(led.run)
+        head.follow(runner, drafter.attempt if among is None else None)
         return drafter
     passes = CudaRunner(guessing, num_pages, page_size, limits_of_passes(limits))
     passes.capture()
     return ModelDrafter(passes)
+
+
+def follow_head(guessing: Guessing | None, runner: EngineRunner, limits: Limits) -> "CudaHead | None":
+    """Return this rank's part of a head, which the first rank leads, beside its runner and before its first step."""
+    if guessing is None:
+        return None
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.head_cuda import CudaHead  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
+
+    assert isinstance(guessing, Eagle3Head | MtpHead), "the first rank has a draft model alone"
+    assert isinstance(runner, CudaRunner), "others do not divide heads"
+    head = CudaHead(guessing, runner, limits)
+    head.follow(runner)
+    return head
 
 
 def _check_memory(needed: int, left: int) -> None:

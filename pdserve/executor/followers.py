@@ -71,15 +71,13 @@ class Followers:
             memory = new_pages(num_pages * (owns[0] if owns else layout).page_bytes)
         loaded = (str(form.checkpoint.path), form.weights_hash)
         told = config if nodes is None else nodes.told(config, form.dtype)
-        settings = told.model_dump_json(exclude={"speculative_config"})  # rank 0 guesses, and verifies
-        guessed = config.speculative_config
+        settings = told.model_dump_json(exclude_unset=True)  # some settings that are given refuse others
         try:
             for index in range(1, size):
                 pages, slots = owns[index] if owns else memory, self.slots if nodes is None else None
                 assert pages is not None, "ranks with devices have memory of their own"
                 setup = Setup(settings, *loaded, index, size, slots, pages, num_pages, has_library, host=host)
                 setup.num_head_layers = form.checkpoint.config.num_head_layers
-                setup.has_module = guessed is not None and guessed.method == "mtp"
                 self._add(setup)
         except BaseException:
             self.close()
@@ -144,9 +142,9 @@ class Followers:
         memory, self.region = device_pages(num_pages, self._owns[0], self.ranks.device)
         return memory
 
-    def begin(self, plan: StepPlan) -> None:
-        """Let all do their parts of a step."""
-        step = step_of(plan)
+    def begin(self, plan: StepPlan, *, is_guessing: bool = False) -> None:
+        """Let all do their parts of a step, or of a pass in which a head guesses."""
+        step = step_of(plan, is_guessing=is_guessing)
         for index, (_, channel) in enumerate(self._children, start=1):
             _send(channel, step, index)
 

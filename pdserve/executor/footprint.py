@@ -97,7 +97,8 @@ class Footprint:
         """Return how many pages fit beside the weights, on all devices or machines like the one here."""
         if self.num_alike > 1:
             here = self.degrees.num_ranks // self.num_alike
-            return max(0, self.free_bytes - here * self.rank_weight_bytes) // (here * self.rank_page_bytes)
+            held_bytes = here * self.rank_weight_bytes + self.draft_weight_bytes  # as the first rank has it, at most
+            return max(0, self.free_bytes - held_bytes) // (here * self.rank_page_bytes + self.draft_page_bytes)
         held_bytes = self.weight_bytes + self.draft_weight_bytes
         return max(0, self.free_bytes - held_bytes) // (self.page_copies * self.page_bytes + self.draft_page_bytes)
 
@@ -130,7 +131,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
-    drafts = among_ranks(drafts, choices.degrees, checkpoint, dtype, quantization)
+    drafts = among_ranks(drafts, worker, checkpoint, dtype, quantization)
     weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
     check_library(choices.degrees)
     if device in KERNEL_DEVICES:

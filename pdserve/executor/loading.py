@@ -3,7 +3,6 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,8 +110,8 @@ def _load(
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
-        fitting, among = fitting_of(config, checkpoint, layout, num_pages), (_name_of_ranks(config), nodes)
-        return Loaded(*load_on_devices(config, form, fitting, thread, among, progress))
+        fitting, among = fitting_of(config, (checkpoint, drafts), layout, num_pages), (_name_of_ranks(config), nodes)
+        return Loaded(*load_on_devices(config, (form, drafts), fitting, thread, among, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
         assert code is None, "settings refuse coded rows for ranks"
         limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
@@ -166,13 +165,21 @@ def _ranked(
         raise
 
 
-def fitting_of(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int | None) -> Fitting:
-    """Return what each rank with a device of its own needs to know of the pages."""
+def fitting_of(
+    config: WorkerConfig, opened: tuple[Checkpoint, Drafts], layout: KvLayout, num_pages: int | None
+) -> Fitting:
+    """Return what ranks with a device each need to know of the pages. opened: the model, and what guesses."""
+    checkpoint, drafts = opened
 
-    def room(model: Model) -> int:
-        return _pages_beside(model, config, checkpoint, rank_page_bytes(layout, model.rank))
+    def limits(num_pages: int) -> Limits:
+        return limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
 
-    return Fitting(layout, num_pages, partial(_limits, config, checkpoint, layout), room)
+    def room(model: Model, guessing: Guessing | None) -> int:
+        longest = limits_with(limits_up_to(_longest(config, model), config, checkpoint), drafts)
+        beside = bytes_beside(model, drafts, guessing, longest, layout)
+        return _pages_beside(model, config, checkpoint, rank_page_bytes(layout, model.rank), beside)
+
+    return Fitting(layout, num_pages, limits, room)
 
 
 def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:

@@ -36,7 +36,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(connected: socket.socket) -> None:
-    from pdserve.executor.rank_frames import Ended, Setup, Step, plan_of  # noqa: PLC0415 - it knows of the engine
+    from pdserve.executor.rank_frames import Ended, Setup, Step  # noqa: PLC0415 - it knows of the engine
 
     channel = Channel(connected)
     with suppress(EOFError, OSError):
@@ -65,7 +65,7 @@ def _serve(connected: socket.socket) -> None:
         while True:
             step = channel.receive(Step)
             try:
-                follow(plan_of(step))
+                follow(step)
             except Exception as error:
                 logger.exception("a step failed")
                 channel.send(Ended(f"rank {setup.index}: {type(error).__name__}: {error}"))

@@ -42,7 +42,6 @@ class Setup(msgspec.Struct, array_like=True):
     mover: int | None = None  # the descriptor of the socket on which rank 0 drives the mover of that memory
     num_head_layers: int = 0  # of a drafting head that rank 0 has, in all ranks' pages
     host: str = ""  # where this rank's sums with those of other machines listen; empty: all are on one
-    has_module: bool = False  # rank 0, which reads the last layer of all tokens, and not of sampled ones alone
 
 
 class Part(msgspec.Struct, array_like=True):
@@ -58,6 +57,7 @@ class Part(msgspec.Struct, array_like=True):
     targets: list[int] | None
     pooling: Pooling | None = None
     previous: int | None = None
+    following: int | None = None
 
 
 class Pages(msgspec.Struct, array_like=True):
@@ -67,10 +67,11 @@ class Pages(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True):
-    """A step, or the copies of pages before it."""
+    """A step, the copies of pages before it, or a pass in which a head guesses."""
 
     parts: list[Part]
     copies: list[tuple[int, int]] = []
+    is_guessing: bool = False
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -81,7 +82,7 @@ class Ended(msgspec.Struct, array_like=True):
     num_pages: int = 0  # for which a rank has room that has loaded its part on a device of its own
 
 
-def step_of(plan: StepPlan) -> Step:
+def step_of(plan: StepPlan, *, is_guessing: bool = False) -> Step:
     """Return a step as other ranks need it."""
     parts = [
         Part(
@@ -95,10 +96,11 @@ def step_of(plan: StepPlan) -> Step:
             targets=None if chunk.targets is None else list(chunk.targets.token_ids),
             pooling=chunk.pooling,
             previous=chunk.previous,
+            following=chunk.following,
         )
         for chunk in plan.chunks
     ]
-    return Step(parts, list(plan.copies))
+    return Step(parts, list(plan.copies), is_guessing)
 
 
 def plan_of(step: Step) -> StepPlan:
@@ -119,4 +121,5 @@ def _chunk(part: Part) -> Chunk:
         other_pages=tuple([[PageId(page) for page in pages] for pages in part.other_pages]),
         pooling=part.pooling,
         previous=part.previous,
+        following=part.following,
     )

@@ -7,13 +7,13 @@ from pathlib import Path
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.features import Features
 from pdserve.engine.runner import RankPages, Runner
-from pdserve.engine.step import StepPlan
 from pdserve.executor.device_ranks import DeviceFollower
+from pdserve.executor.draft_loading import open_divided, with_room
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
 from pdserve.executor.kernel_checks import choose_interpreter
 from pdserve.executor.loading import describe_layout, fitting_of
 from pdserve.executor.node_ranks import NodeRanks, join_group
-from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup
+from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, plan_of
 from pdserve.executor.rank_memory import mapped_pages, new_pages, own_layout, region_of
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
@@ -24,26 +24,28 @@ from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
 from pdserve.settings.config import WorkerConfig
 
-Follow = Callable[[StepPlan], None]  # and tells rank 0 that the part has ended
+Follow = Callable[[Step], None]  # and tells rank 0 that the part has ended
 
 
 def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple[Follow, Region | None]:
     """Return what does the rank's part of a step, and its pages where they are its own. channel: to rank 0."""
     checkpoint = open_checkpoint(Path(setup.model))
-    checkpoint = replace(checkpoint, config=replace(checkpoint.config, num_head_layers=setup.num_head_layers))
-    form = choose_form(config, checkpoint, setup.weights_hash)
     if config.device in KERNEL_DEVICES:
         choose_interpreter(config.device)
+        head = open_divided(config, checkpoint)
+        form = choose_form(config, with_room(checkpoint, head), setup.weights_hash)
         model = form.checkpoint.config
         described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)
         layout = own_layout(model, described, config.degrees)
-        fitting = fitting_of(config, form.checkpoint, layout, setup.num_pages)
-        follower = DeviceFollower(config, form, fitting, setup, channel)
+        fitting = fitting_of(config, (form.checkpoint, head), layout, setup.num_pages)
+        follower = DeviceFollower(config, (form, head), fitting, setup, channel)
         return follower.follow, follower.region
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, num_head_layers=setup.num_head_layers))
+    form = choose_form(config, checkpoint, setup.weights_hash)
     runner, ranks, region = _load_on_cpu(config, setup, form, channel)
 
-    def follow(plan: StepPlan) -> None:
-        runner.follow(plan)
+    def follow(step: Step) -> None:
+        runner.follow(plan_of(step))
         ranks.check()
         channel.send(Ended())
 
@@ -76,7 +78,8 @@ def _load_on_cpu(
         memory = mapped_pages(setup.pages)
     pages = RankPages(memory, are_own=region is not None, are_recorded=ranks is not None)
     runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
-    if setup.has_module:
+    guessed = config.speculative_config
+    if guessed is not None and guessed.method == "mtp":  # rank 0 reads the last layer of all tokens
         taps = behind_all(model.config.num_layers)
         runner.keep(Features(taps, setup.num_pages, runner.groups[0].page_size))
     if ranks is None:

@@ -15,11 +15,14 @@ import logging
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.engine.drafting import Drafter
+from pdserve.engine.head_drafting import Drawn
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.followers import Followers
@@ -28,7 +31,12 @@ from pdserve.executor.rank_group import within
 from pdserve.executor.steps_ahead import StepsAhead
 from pdserve.kvtransfer.region import Region
 
+if TYPE_CHECKING:
+    from pdserve.engine.head_cuda import CudaHead
+
 logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 STUCK_S = 2.0  # for a rank whose part takes no longer than that which has failed
 
@@ -47,7 +55,7 @@ class RankedExecutor:
     ) -> None:
         """Lead the followers, who have met. thread: the one that has started them; `close` ends both.
 
-        drafter: guesses on this rank alone, while the others wait for the next step.
+        drafter: guesses on this rank alone, while the others wait for the next step, or leads them (`LeadingHead`).
         """
         self._thread, self._followers = thread, followers
         self._ahead = StepsAhead(followers.begin) if followers.ranks.rank.num_stages > 1 else None
@@ -110,8 +118,18 @@ class Leading:
             raise InvariantError("pages are copied while ranks compute")
         self._followers.are_waiting = False  # also where they have begun before
         self._begin(plan)
+        return self._ended(lambda: self._runner.run(plan))
+
+    def guess(self, plan: StepPlan, compute: Callable[[], _Made]) -> _Made:
+        """Let all ranks compute a pass in which a head guesses; `compute` does on this one. It fails as `run` does."""
+        self._followers.are_waiting = False
+        self._followers.begin(plan, is_guessing=True)
+        return self._ended(compute)
+
+    def _ended(self, compute: Callable[[], _Made]) -> _Made:
+        """Compute what the others have begun; return once all have ended it."""
         try:
-            result = self._runner.run(plan)
+            result = compute()
             self._followers.ranks.check()
         except InvariantError:
             raise
@@ -132,6 +150,19 @@ class Leading:
             except RuntimeError as error:
                 raise DeviceError(str(error)) from error
         self._followers.end(STUCK_S)
+
+
+class LeadingHead:
+    """Rank 0's part of a head that all ranks with a device compute together; see `HeadPasses`."""
+
+    follows_steps = True
+
+    def __init__(self, head: "CudaHead", leading: Leading) -> None:
+        self.page_size, self.features_of = head.page_size, head.features_of
+        self._head, self._leading = head, leading
+
+    def run(self, plan: StepPlan, given: Tensor) -> Drawn | None:
+        return self._leading.guess(plan, lambda: self._head.run(plan, given))
 
 
 class LeadingLaunches(Leading):

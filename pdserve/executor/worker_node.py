@@ -138,7 +138,9 @@ class RunningNode:
         """Return how a rank loads its part on this machine. mover: the descriptor of its socket for orders."""
         own = {name: getattr(self._config, name) for name in ("handoff_host", "handoff_rdma_devices")}
         settings = WorkerConfig.model_validate_json(setup.settings)
-        setup.settings = settings.model_copy(update={**own, "shared_weights_dir": None}).model_dump_json()
+        setup.settings = settings.model_copy(update={**own, "shared_weights_dir": None}).model_dump_json(
+            exclude_unset=True
+        )
         setup.model, setup.mover, setup.host = str(self._model), mover, self._config.handoff_host
         return setup
 

@@ -302,12 +302,11 @@ class WorkerConfig(ServingConfig):
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
         guessed, kv_dtype = self.speculative_config, self.kv_cache_dtype
-        method = guessed and f"method {guessed.method}"
         problem = self.degrees.problem(self.device, kv_dtype)
-        beside = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype, "speculative_config": method}
+        beside: dict[str, object] = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype}
         beside |= {"role": self.role.value, "attention_backend": self.attention_backend}
         if guessed is not None:
-            problem = problem or guessed.problem(self.device, self.degrees, kv_dtype, self.attention_backend)
+            problem = problem or guessed.problem(self)
         problem = problem or rank_memory_problem(self.rank_memory, self.degrees, beside)
         if problem := problem or nodes_problem(self):
             raise ValueError(problem)

@@ -10,7 +10,6 @@ RankMemory = Literal["shared", "own"]
 SERVED: Mapping[str, tuple[object, ...]] = {
     "mover": ("nixl",),
     "kv_cache_dtype": ("auto",),
-    "speculative_config": (None,),
     "attention_backend": ("auto",),
 }
 

@@ -1,12 +1,14 @@
 """Settings of speculative decoding, with vLLM's keys."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pdserve.base.yaml_models import FieldError, parsed_json
 from pdserve.protocol.drafts import MAX_DRAFT_TOKENS
-from pdserve.settings.degrees import Degrees
+
+if TYPE_CHECKING:
+    from pdserve.settings.config import WorkerConfig
 
 _PREFIXES = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}  # of keys, and whose they are
 
@@ -53,16 +55,19 @@ class SpeculativeConfig(BaseModel):
         """Whether guesses are looked up in tokens; else a model makes them."""
         return self.method in _PREFIXES.values()
 
-    def problem(self, device: str, degrees: Degrees, kv_cache_dtype: str, attention_backend: str) -> str | None:
+    def problem(self, worker: "WorkerConfig") -> str | None:
         """Return why workers like this do not guess so, or None."""
+        degrees, has_head = worker.degrees, self.method in ("eagle3", "mtp")
+        named = f"speculative_config.method: {self.method}"
         if degrees.pipeline > 1:
             return "speculative_config: pipeline stages verify no guesses yet"
-        on_cpu = device in ("auto", "cpu")
-        if degrees.tensor > 1 and not self.looks_up and not on_cpu:
-            return f"speculative_config.method: {self.method} is not served beside several ranks of device {device} yet"
-        if kv_cache_dtype != "auto" and not self.looks_up:
-            return f"speculative_config.method: {self.method} is not served with kv_cache_dtype {kv_cache_dtype}"
-        if attention_backend == "flashinfer" and self.method in ("eagle3", "mtp"):
+        if worker.rank_memory == "own" and has_head and degrees.tensor > 1 and worker.device in ("auto", "cpu"):
+            return f"{named} is not served with rank_memory own by several ranks on CPUs yet"
+        if degrees.nodes > 1 and has_head:
+            return f"{named} is not served with ranks on several machines yet"
+        if worker.kv_cache_dtype != "auto" and not self.looks_up:
+            return f"{named} is not served with kv_cache_dtype {worker.kv_cache_dtype}"
+        if worker.attention_backend == "flashinfer" and has_head:
             return f"attention_backend: flashinfer is not served with speculative_config.method {self.method} yet"
         return None
 

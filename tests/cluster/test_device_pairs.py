@@ -1,9 +1,11 @@
 """Workers whose ranks have a device each hand off to one another, and exchange pages with ranks on CPUs."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from eagle3_heads import longest_walks, write_forgetful_model, write_head_that_looks_back
 from live_cluster import Answer, greedy, is_idle, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from moving import move, num_moved, num_tried
@@ -117,3 +119,29 @@ def test_what_ranks_with_devices_hold_of_an_answer_is_fetched_for_the_next_turn(
     assert answer.ledger.fetched_tokens >= 32
     assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
     assert_right(load_oracle(model), asked, answer.tokens[0], 8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("prefill", [ON_CPU, TWO], ids=str)
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_ranks_with_devices_guess_behind_prompts_that_other_workers_computed(
+    method: str, prefill: Mapping[str, object], tmp_path: Path
+) -> None:
+    """The head guesses what followed the same token before, and only the prompt has that."""
+    tensors, pools = write_forgetful_model(tmp_path / "model"), Pools(("prefill-0",), ("decode-0",))
+    guessed: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
+    if method == "eagle3":
+        guessed["model"] = str(write_head_that_looks_back(tmp_path / "head", tmp_path / "model", tensors))
+    flags = {**SMALL, "rank_memory": "own", "speculative_config": json.dumps(guessed)}
+    own, counts = {"prefill-0": prefill, "decode-0": TWO}, [0, 0]
+    with wired_cluster(tmp_path, tmp_path / "model", pools, flags, own_flags=own) as cluster:
+        for walk in longest_walks(tensors, 4):
+            answer = cluster.generate(greedy([*walk * 2, walk[0]], len(walk) - 1))
+            assert answer.tokens[0] == walk[1:]
+            assert answer.ledger.handoff_bytes > 0
+            for each in answer.ledger.drafts.values():
+                counts[0] += each.num_draft_tokens
+                counts[1] += sum(each.num_accepted_tokens_per_pos)
+        status = cluster.wait_for(is_idle, 5)
+    assert sum(worker.load.num_digest_mismatches for worker in status.workers) == 0
+    assert counts[1] > 0.9 * counts[0] > 0

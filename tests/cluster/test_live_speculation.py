@@ -58,7 +58,15 @@ Asked = tuple[list[int], dict[str, Any]]  # a prompt, and how its answer is samp
 ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of(number)) for number in range(COUNT)]
 
 
-OTHERS = ("ngram", "suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks")
+OTHERS = (
+    *("ngram", "suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks"),
+    *("ngram, own memory", "draft_model, own memory", "eagle3, own memory of one rank"),
+)
+SIZES = {
+    "two ranks": ("--decode-tp", "2"),
+    "own memory": ("--decode-tp", "2", "--rank-memory", "own"),
+    "own memory of one rank": ("--rank-memory", "own"),
+}
 LONG = [pytest.param(each, marks=pytest.mark.long) for each in OTHERS]
 
 
@@ -94,14 +102,14 @@ def expected(model: Path) -> list[dict[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def cluster(method: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    own: dict[str, object] = {"prompt_lookup_min": 1} if method == "ngram" else {}
-    if method == "draft_model":
+    own: dict[str, object] = {"prompt_lookup_min": 1} if method.startswith("ngram") else {}
+    if method.startswith("draft_model"):
         own = {"model": str(model)}
     elif method.startswith("eagle3"):
         head = tmp_path_factory.mktemp("head")
         own = {"model": str(write_head_that_looks_back(head, model, load_file(model / WEIGHTS)))}
     name, *ranks = method.split(", ")
-    sizes = ("--decode-tp", "2") if ranks else ()
+    sizes = [flag for each in ranks for flag in SIZES[each]]
     guessing = ("--speculative-config", json.dumps({"method": name, **own}), *sizes)
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *guessing) as running:
         yield running

@@ -1,5 +1,6 @@
 """A worker whose ranks are on two machines serves as one rank would, and ends as a whole, on both."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -56,6 +57,22 @@ def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_
             assert listening <= {HOST, OTHER}, "UCX, on all addresses of the interface"
         assert node.wait(10) == 0, "it ends with the worker, which has drained"
         assert not rank.is_running()
+
+
+@pytest.mark.long
+def test_ranks_on_two_machines_verify_guesses_of_a_draft_model_on_the_first(model: Path, tmp_path: Path) -> None:
+    port, guessed = free_port(HOST), json.dumps({"method": "draft_model", "model": str(model)})
+    own, pools = {"decode-0": {**TWO_NODES, "master_port": port}}, Pools(("prefill-0",), ("decode-0",))
+    flags = {**FLAGS, "speculative_config": guessed}
+    with (
+        worker_node(tmp_path, model, port, handoff_host=OTHER),
+        wired_cluster(tmp_path, model, pools, flags, own_flags=own) as cluster,
+    ):
+        asked = prompt(16, "guesses")
+        answer = cluster.generate(greedy(asked, 60))
+    assert_right(load_oracle(model), asked, answer.tokens[0], 60)
+    (drafts,) = answer.ledger.drafts.values()
+    assert sum(drafts.num_accepted_tokens_per_pos) > 0
 
 
 @pytest.mark.long

@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.sequence import Broken, Job, Sampled
 from pdserve.engine.sequence import Sequence as Running
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import Engine, build_engine, open_model
@@ -43,15 +43,22 @@ class Answers:
     texts: dict[tuple[int, int], list[int]]  # by job and continuation
     num_cached: int  # tokens that were not computed
     num_ahead: int  # steps that were started while another one was under way
+    num_guesses: int  # that were verified
+    num_right: int
+    drafted: list[tuple[list[int], tuple[int, ...]]]  # tokens, and what a draft model or head guessed behind them
 
 
 def answers(engine: Engine, asked: Sequence[Asked], depth: int = 2) -> Answers:
-    """Compute jobs together, with so many steps under way."""
+    """Compute jobs together, with so many steps under way.
+
+    Steps count as if each of their tokens and guesses took as long, so how many guesses pay is the same everywhere.
+    """
     scheduler, running = engine.scheduler, [_sequence(number, *each) for number, each in enumerate(asked)]
     for sequence in running:
         scheduler.add(sequence)
     texts: dict[tuple[int, int], list[int]] = {}
-    in_flight, num_ahead = deque[tuple[StepPlan, Future[StepResult]]](), 0
+    in_flight, num_ahead, num_guesses, num_right = deque[tuple[StepPlan, Future[StepResult]]](), 0, 0, 0
+    drafted = list[tuple[list[int], tuple[int, ...]]]()
     while True:
         plan = scheduler.plan() if len(in_flight) < depth else None
         if plan is not None:
@@ -59,13 +66,25 @@ def answers(engine: Engine, asked: Sequence[Asked], depth: int = 2) -> Answers:
             in_flight.append((plan, engine.executor.start(plan)))
             continue
         if not in_flight:
-            return Answers(texts, sum(each.num_cached_tokens for each in running), num_ahead)
+            num_cached = sum(each.num_cached_tokens for each in running)
+            return Answers(texts, num_cached, num_ahead, num_guesses, num_right, drafted)
         plan, step = in_flight.popleft()
-        for outcome in scheduler.commit(plan, step.result(LIMIT_S)):
+        result = _timed(plan, step.result(LIMIT_S))
+        work = work_of(plan, result)
+        for place, guesses in result.drafts.items():
+            known = [*scheduler.steps[0].sequences[place].tokens, *[each.token_id for each in result.tokens[place][0]]]
+            drafted.append((known, guesses))
+        num_guesses, num_right = num_guesses + work.guesses, num_right + work.kept_guesses
+        for outcome in scheduler.commit(plan, result):
             assert not isinstance(outcome, Broken), outcome
             if isinstance(outcome, Sampled):
                 text = texts.setdefault((outcome.sequence.order, outcome.index), [])
                 text += [token.token_id for token in outcome.tokens]
+
+
+def _timed(plan: StepPlan, result: StepResult) -> StepResult:
+    draft_s = 0.0005 * max([0, *map(len, result.drafts.values())])
+    return replace(result, elapsed_s=0.01 + 0.0001 * plan.num_tokens + draft_s, draft_s=draft_s)
 
 
 def _sequence(number: int, prompt: Sequence[int], params: SamplingParams) -> Running:

@@ -43,10 +43,6 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
         ),
         ({"device": "interpreter", **TWO, "rank_memory": "shared"}, "shared is served on CPUs; each of 2 ranks on"),
         ({"kv_cache_dtype": "int8"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
-        (
-            {"speculative_config": '{"method": "ngram"}'},
-            "rank_memory: own is not served with this speculative_config yet: method ngram$",
-        ),
     ],
 )
 def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(

@@ -19,6 +19,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5
 DRAFT = '{"method": "draft_model", "model": "x"}'
 HEAD = DRAFT.replace("draft_model", "eagle3")
 MTP = '{"method": "mtp"}'
+OWN_RANKS: dict[str, object] = {"tensor_parallel_size": 2, "rank_memory": "own"}
 
 
 def worker(tmp_path: Path, given: object, **settings: object) -> WorkerConfig:
@@ -60,12 +61,12 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, 
         (DRAFT[:-1] + ', "quantization": "int8"}', {}, r"--speculative-config\.quantization: unknown key"),
         (DRAFT, {"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: draft_model is not served"),
         *(
-            (
-                given,
-                {"tensor_parallel_size": 2, "device": "interpreter"},
-                f"speculative_config.method: {method} is not served beside several ranks of device interpreter",
+            (given, {**OWN_RANKS, **settings}, f"speculative_config.method: {method} is not served with {beside} yet")
+            for given, method in ((HEAD, "eagle3"), (MTP, "mtp"))
+            for settings, beside in (
+                ({}, "rank_memory own by several ranks on CPUs"),
+                ({"nnodes": 2, "device": "interpreter"}, "ranks on several machines"),
             )
-            for given, method in ((DRAFT, "draft_model"), (MTP, "mtp"))
         ),
         (DRAFT, {"pipeline_parallel_size": 2}, "speculative_config: pipeline stages"),
         *(
