@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _KEY = "speculative_config.model"
 _COMPUTED = 3  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
 
+_DIVIDED = tuple(
+    (dtype, "none") for dtype in ("float32", "bfloat16", "float16")
+)  # where each rank has a part of a head
 _COMPARED = (  # of a model in several ranks: type and codes beside which a head guesses what it does beside one
     *((dtype, "none") for dtype in ("float32", "bfloat16", "float16")),
     *((dtype, codes) for dtype in ("float32", "bfloat16") for codes in ("int8", "int4")),
@@ -100,14 +103,14 @@ def among_ranks(
     checkpoint, dtype, quantization: of the model, whose whole embedding a head takes, and a module its head as well.
     Ranks with a device each divide a head as they do the model.
     """
-    is_divided = config.device in KERNEL_DEVICES
-    if config.degrees.tensor == 1 or is_divided or not isinstance(drafts, HeadFiles | MtpFiles):
+    if config.degrees.tensor == 1 or not isinstance(drafts, HeadFiles | MtpFiles):
         return drafts
+    is_divided = config.device in KERNEL_DEVICES
     compared = _COMPARED if isinstance(drafts, MtpFiles) else _COMPARED_HEADS
-    if (dtype, quantization) not in compared:
+    if (dtype, quantization) not in (_DIVIDED if is_divided else compared):
         form, method = f"dtype {dtype} and quantization {quantization}", drafts.source.value
         raise ConfigError(f"speculative_config.method: {method} is not served beside several ranks with {form} yet")
-    return drafts.with_matrices_of(checkpoint)
+    return drafts if is_divided else drafts.with_matrices_of(checkpoint)
 
 
 def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
