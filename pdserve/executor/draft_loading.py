@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 _KEY = "speculative_config.model"
 _COMPUTED = 3  # raised where heads come to compute KV otherwise: pages of other numbers are not paired
 
-_DIVIDED = tuple(
-    (dtype, "none") for dtype in ("float32", "bfloat16", "float16")
-)  # where each rank has a part of a head
+_DIVIDED = tuple((dtype, "none") for dtype in ("float32", "bfloat16", "float16"))  # of a head in parts of each rank
 _COMPARED = (  # of a model in several ranks: type and codes beside which a head guesses what it does beside one
     *((dtype, "none") for dtype in ("float32", "bfloat16", "float16")),
     *((dtype, codes) for dtype in ("float32", "bfloat16") for codes in ("int8", "int4")),

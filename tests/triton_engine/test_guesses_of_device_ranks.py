@@ -16,8 +16,8 @@ from mtp_modules import SMALL as SMALL_MODULES
 from mtp_modules import write_model_with_module
 from rank_pages import pages_of, ranks, whole_page
 
+from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId
-from pdserve.engine.head_cuda import CudaHead
 from pdserve.engine.step import Bits, Chunk, Draft, Phase, StepPlan, StepResult
 from pdserve.kvtransfer.routes import Share
 
@@ -183,4 +183,11 @@ def test_a_pass_of_a_head_that_fails_behind_the_last_sum_is_counted_and_ends_no_
         results = [engine.executor.start(plan).result(60) for plan in plans((3, 4, 5), 2)]
         assert len(ranks()) == 1
     assert [result.num_draft_failures for result in results] == [0, 1]
-    assert CudaHead.follows_steps
+
+
+def test_heads_beside_quantized_models_of_ranks_with_devices_are_refused_by_name(tmp_path: Path) -> None:
+    model = write_model("llama3", tmp_path)
+    config = worker_config(model, speculative_config=with_head(model), quantization="int8", **DEVICES)
+    problem = "method: eagle3 is not served beside several ranks with dtype float32 and quantization int8 yet"
+    with pytest.raises(ConfigError, match=problem), engine_of(config):
+        pass
