@@ -197,8 +197,8 @@ def test_a_family_that_no_head_was_tested_with_is_refused(tmp_path: Path, family
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: eagle3 is not served"),
         (
-            {"tensor_parallel_size": 2, "device": "interpreter"},
-            "speculative_config.method: eagle3 is not served beside several ranks of device interpreter",
+            {"tensor_parallel_size": 2, "rank_memory": "own"},
+            "speculative_config.method: eagle3 is not served with rank_memory own by several ranks on CPUs yet",
         ),
     ],
 )
