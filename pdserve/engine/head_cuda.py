@@ -20,10 +20,11 @@ from pdserve.engine.gpu_memory import most_samples
 from pdserve.engine.head_drafting import Drawn, drawn, kind_of_head, over_head
 from pdserve.engine.masks import token_masks
 from pdserve.engine.replays import Replays
-from pdserve.engine.runner_cuda import CudaRunner, Left, step_inputs
+from pdserve.engine.runner_cuda import CudaRunner, Left
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan
+from pdserve.engine.step_inputs import step_inputs
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.staging import Staging, aligned
 from pdserve.model.guessing_head import Head

@@ -19,14 +19,13 @@ from functools import partial
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
-from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
+from pdserve.engine.batch import KNOWN, Batch, Ints
 from pdserve.engine.gpu_memory import most_samples
 from pdserve.engine.layer_kinds import by_layer, pool_in, pool_shape, pool_size
 from pdserve.engine.masks import token_masks
@@ -37,8 +36,9 @@ from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.states_triton import TritonStates
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
+from pdserve.engine.step_inputs import step_inputs
 from pdserve.engine.warm_up_steps import prompt_steps
-from pdserve.kernels.staging import Staging, aligned, padded
+from pdserve.kernels.staging import Staging, aligned
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import held_by, layer_groups
 from pdserve.model.sharding import part_of
@@ -46,7 +46,6 @@ from pdserve.model.taps import Tap, Taps
 from pdserve.protocol.sampling import SamplingParams
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
-Ints32 = npt.NDArray[np.int32]
 
 _NUM_INPUTS = 2  # token ids and positions, beside the slots of each group of layers
 
@@ -347,15 +346,3 @@ class CudaRunner:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.kv.device))
         return done
-
-
-def step_inputs(batch: Batch, pool: PoolShape, size: int) -> list[Ints32]:
-    """Return token ids, positions, and slots in each group of layers, of `size` tokens.
-
-    K and V of padding go to a slot past the last one.
-    """
-    inputs = [padded(batch.token_ids, (size,)), padded(batch.positions, (size,))]
-    for group, page_size in enumerate((pool.page_size, *pool.other_page_sizes)):
-        of = batch.of_group(group)
-        inputs.append(padded(of.pages * page_size + of.slots, (size,), pool.num_pages * page_size))
-    return inputs
