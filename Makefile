@@ -79,8 +79,7 @@ test-kubernetes: $(INSTALLED)
 test-arm: $(INSTALLED)
 	tests/arm/run_arm.sh
 
-# What is made of other files and checked in: stubs of the protos, the chart's schema, the definition of policies. And what
-# editors read beside the policies of deploy/policies, which is not checked in.
+# What is made of other files and checked in: stubs of the protos, the chart's schema, the definition and the schema of policies.
 generated: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 	$(BIN)/python deploy/helm/schema/values_schema.py

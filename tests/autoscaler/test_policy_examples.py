@@ -36,8 +36,10 @@ def test_a_policy_whose_trace_cannot_be_read_is_not_valid(tmp_path: Path) -> Non
     run("validate", path)
 
 
-def test_their_schema_is_printed() -> None:
-    assert run("schema") == json_schema()
+def test_the_schema_kept_beside_them_is_current() -> None:
+    kept = (ROOT / "deploy" / "policies" / "schema.json").read_text(encoding="utf-8")
+    assert kept == json_schema(), "pdserve autoscale schema > deploy/policies/schema.json"
+    assert run("schema") == kept
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
