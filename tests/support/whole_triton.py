@@ -8,9 +8,9 @@ from torch import Tensor
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch
 from pdserve.engine.layer_kinds import ByLayer, by_layer, pool_shape
-from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.states_triton import TritonStates
 from pdserve.engine.step import StepPlan
+from pdserve.engine.step_inputs import step_inputs
 from pdserve.kernels.staging import Staging
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups

@@ -16,7 +16,7 @@ from pdserve.engine.attention_triton import TritonAttention, graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
 from gpu_models import PAGE_SIZE, QWEN3_0_6B
 from pdserve.engine.layer_kinds import LayerKind
-from pdserve.engine.runner_cuda import step_inputs
+from pdserve.engine.step_inputs import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 import kernel_compiler as compiling

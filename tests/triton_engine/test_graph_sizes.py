@@ -9,8 +9,8 @@ from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import graph_sizes, size_for
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.replays import Replays
-from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.step import Chunk, StepPlan
+from pdserve.engine.step_inputs import step_inputs
 from pdserve.kernels.staging import Staging, aligned
 
 PAGE_SIZE, NUM_PAGES = 16, 20
