@@ -109,7 +109,7 @@ NUM_KEPT = 5  # tokens of which K and V count when the plans are over
 
 
 def plans(right: Sequence[int], num_heads: int) -> list[StepPlan]:
-    """Return a prompt in two parts, and a step that verifies a right guess and a wrong one, behind which a head guesses twice."""
+    """Return a prompt in two parts, and a step of a right guess and a wrong one, behind which a head guesses twice."""
     tokens = (right[0], right[1], (right[2] + 1) % 90)
     draft = Draft((), 3, 2)
     part, rest = Chunk((1, 2), 0, (PAGE,), (), following=3), Chunk((3,), 2, (PAGE,), (spec(),))
