@@ -83,17 +83,18 @@ def tokens_of(result: StepResult) -> list[list[int]]:
     return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
         ("llama3", NINE_HEADS),  # one KV head, and two; 255 tokens, and 256
-        pytest.param("gpt-oss", {"num_hidden_layers": 2, "sliding_window": 24}, marks=pytest.mark.long),
-        pytest.param("gemma3", WINDOWS, marks=pytest.mark.long),
-        pytest.param("deepseek-v3", {"num_hidden_layers": 2}, marks=pytest.mark.long),
-        pytest.param("qwen3-moe", {}, marks=pytest.mark.long),
-        pytest.param("llama3", {}, marks=pytest.mark.long),
-        pytest.param("qwen2", {}, marks=pytest.mark.long),
-        pytest.param("qwen3", {}, marks=pytest.mark.long),
+        ("gpt-oss", {"num_hidden_layers": 2, "sliding_window": 24}),
+        ("gemma3", WINDOWS),
+        ("deepseek-v3", {"num_hidden_layers": 2}),
+        ("qwen3-moe", {}),
+        ("llama3", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
     ],
 )
 def test_two_ranks_with_devices_draw_the_tokens_of_one_and_of_the_cpus_engine(
