@@ -46,7 +46,7 @@ class ThreadOfRank:
         config, fitting = self._given
         setup = self._channel.receive(Setup)
         form = choose_form(config, open_model(config), setup.weights_hash)
-        self.made.append(DeviceFollower(config, form, fitting, setup, self._channel))
+        self.made.append(DeviceFollower(config, (form, None), fitting, setup, self._channel))
         self._channel.send(Ended())
         with pytest.raises(EOFError):
             self._channel.receive(Ended)
@@ -64,8 +64,8 @@ def test_all_ranks_have_as_many_pages_as_fit_on_the_device_with_the_least_room(
     form = choose_form(config, open_model(config))
     described = describe_layout(form.checkpoint.config, form.weights_hash, config.page_size, form.dtype, config.device)
     layout = own_layout(form.checkpoint.config, described, config.degrees)
-    fitting = fitting_of(config, form.checkpoint, layout, None)
-    first, second = (replace(fitting, room=lambda _, room=room: room) for room in rooms)
+    fitting = fitting_of(config, (form.checkpoint, None), layout, None)
+    first, second = (replace(fitting, room=lambda *_, room=room: room) for room in rooms)
     started: list[ThreadOfRank] = []
 
     def start(*_: int | None) -> tuple[ThreadOfRank, socket.socket]:
@@ -76,7 +76,7 @@ def test_all_ranks_have_as_many_pages_as_fit_on_the_device_with_the_least_room(
     monkeypatch.setattr(followers, "start_rank", start)
     monkeypatch.setattr(CudaRunner, "capture", lambda runner, run: None)
     with ThreadPoolExecutor(1) as thread:
-        executor, _, _ = load_on_devices(config, form, first, thread, ("device", None), lambda _: None)
+        executor, _, _ = load_on_devices(config, (form, None), first, thread, ("device", None), lambda _: None)
         (follower,) = started[0].made
         assert executor.region.num_pages == follower.region.num_pages == 9
         executor.close()
