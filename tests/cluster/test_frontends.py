@@ -118,6 +118,7 @@ def test_frontends_listen_in_the_place_of_the_router(cluster: LiveCluster) -> No
     assert_listens_where_it_says(cluster)
 
 
+@pytest.mark.long
 def test_a_killed_frontend_costs_its_own_connections_alone_and_another_takes_its_place(
     cluster: LiveCluster, oracle: PreTrainedModel
 ) -> None:

@@ -15,6 +15,8 @@ from wired_cluster import WiredCluster, wired_cluster
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 # A small model whose steps wait: an answer lasts as long as one of a larger model, and leaves the processors to others.
 WORKER_FLAGS = {**moving.WORKER_FLAGS, "test_step_s": 0.006}
 NUM_WORKERS = 3
@@ -49,12 +51,9 @@ SAMPLINGS = {
     "with log probabilities": {"temperature": 0.7, "logprobs": 3, "seed": 13},
     "two of a prompt": {"temperature": 1.0, "n": 2, "seed": 14},
 }
-ALWAYS = ("two of a prompt",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SAMPLINGS]
-)
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_moved_answer_is_the_one_that_was_not_moved(cluster: WiredCluster, name: str) -> None:
     sampling = inference.SamplingParams(max_tokens=200, ignore_eos=True, **SAMPLINGS[name])
     ids = inference.TokenIds(ids=prompt(150, name))
@@ -91,12 +90,11 @@ LOSSES = [
     *((stage, "source", int(stage != "after the commit")) for stage in STAGES),
     *((stage, "target", 1) for stage in STAGES),
 ]
-LOST_IN_EACH_RUN = {("after the commit", "target")}
 
 
 @pytest.mark.parametrize(
     ("stage", "who", "num_replaced"),
-    [pytest.param(*loss, marks=() if loss[:2] in LOST_IN_EACH_RUN else pytest.mark.long) for loss in LOSSES],
+    LOSSES,
 )
 def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, stage: str, who: str, num_replaced: int
@@ -116,7 +114,6 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     assert num_replaced - may_be_reported <= running.num_replaced() <= most
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stream_cut_in_any_stage_of_a_move_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, stage: str
@@ -143,7 +140,6 @@ def test_a_request_cancelled_in_any_stage_of_a_move_leaves_nothing_behind(cluste
     cluster.wait_for(is_well, 10)
 
 
-@pytest.mark.long
 def test_copies_that_fail_leave_an_answer_where_it_is(model: Path, oracle: PreTrainedModel, tmp_path: Path) -> None:
     failing = {name: {"test_fail_copies": 1.0} for name in POOLS.decodes}
     with wired_cluster(tmp_path, model, POOLS, WORKER_FLAGS, own_flags=failing) as cluster:

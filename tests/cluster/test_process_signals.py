@@ -76,9 +76,8 @@ def insist(running: subprocess.Popen[str], number: signal.Signals) -> int:
     return ends(running)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(ROUTER, marks=pytest.mark.long), PREFILL, pytest.param(UP, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [ROUTER, PREFILL, UP])
 def test_a_signal_while_the_model_loads_ends_the_process_which_has_not_started(
     kind: str, endless_model: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +138,7 @@ def test_a_router_that_has_not_drained_in_time_says_so_by_its_exit_status(model:
             assert ends(running) == DRAIN_TIMED_OUT_STATUS
 
 
+@pytest.mark.long
 def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
     with endless_router(tmp_path / "run" / "secret") as (router, address):
         message = tmp_path / "termination-log"

@@ -21,10 +21,10 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("x86-64-v2", "x86-64-v4", "cooperlake")]
+PROCESSORS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "cooperlake")
 
 
-@pytest.fixture(scope="session", params=["x86-64-v3", *OTHERS])
+@pytest.fixture(scope="session", params=[pytest.param(each, marks=pytest.mark.long) for each in PROCESSORS])
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Return the library as processors with less than AVX-512 BF16 and VNNI get it, but for the optimizing."""
     if NATIVE != "-march=native" or " avx2 " not in CPU_INFO.read_text():
