@@ -112,7 +112,7 @@ def plans(right: Sequence[int], num_heads: int) -> list[StepPlan]:
     """Return a prompt in two parts, and a step of a right guess and a wrong one, behind which a head guesses twice."""
     tokens = (right[0], right[1], (right[2] + 1) % 90)
     draft = Draft((), 3, 2)
-    part, rest = Chunk((1, 2), 0, (PAGE,), (), following=3), Chunk((3,), 2, (PAGE,), (spec(),))
+    part, rest = Chunk((1, 2), 0, (PAGE,), (), following=300), Chunk((300,), 2, (PAGE,), (spec(),))
     second = Chunk(tokens, 3, (PAGE,), (spec(right[:1]),), Phase.DECODE, num_drafts=2, draft=draft)
     return [StepPlan((chunk,)) for chunk in (part, rest, second)]
 
@@ -130,7 +130,7 @@ def test_each_rank_has_kv_of_its_own_heads_of_a_head_also_behind_a_wrong_guess(t
         config = worker_config(model, speculative_config=guessed, max_num_seqs=1, **settings)
         with engine_of(config) as engine:
             while len(right) < 3:  # what follows, without guesses
-                known = (1, 2, 3, *right)
+                known = (1, 2, 300, *right)  # the last of them is of rank 1's part of the vocabulary
                 step = engine.executor.start(StepPlan((Chunk(known, 0, (PAGE,), (spec(right),)),)))
                 right.append(step.result(60).tokens[0][0][0].token_id)
             _, *results = (engine.executor.start(plan).result(60) for plan in plans(right, 2))
