@@ -18,8 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
     torch.set_num_threads(1)
 
-# No deadlines: on a busy machine an example takes as long as others let it. `make test` tries few examples, each time the
-# same ones; `make test-long` tries others, and as many as Hypothesis does by itself.
+# No deadlines: on a busy machine an example takes as long as others let it. `make test` tries few examples, and the
+# same ones every time; `make test-long` tries others, and as many as Hypothesis does by itself.
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("any", deadline=None)
 settings.load_profile("any")
