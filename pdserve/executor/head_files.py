@@ -64,10 +64,8 @@ class HeadFiles:
         ranks: Collective | None = None,
     ) -> Eagle3Head:
         """Load the head in a model's dtype. quantization: the model's. ranks: of which each loads a part."""
-        tensors, rank = (
-            Tensors(self.held(quantization), model.dtype, model.device),
-            WHOLE if ranks is None else ranks.rank,
-        )
+        tensors = Tensors(self.held(quantization), model.dtype, model.device)
+        rank = WHOLE if ranks is None else ranks.rank
         token_ids, embedding = self.token_ids.to(model.device), model.embedding
         embedding = None if f"{EMBEDDING}.weight" in self.weights else embedding
         ops = ops_for(model.device, input_bits)
@@ -103,10 +101,8 @@ class MtpFiles:
         ranks: Collective | None = None,
     ) -> MtpHead:
         """Load the module as its model was loaded. ranks: of which each loads a part."""
-        tensors, rank = (
-            Tensors(self.held(quantization), model.dtype, model.device),
-            WHOLE if ranks is None else ranks.rank,
-        )
+        tensors = Tensors(self.held(quantization), model.dtype, model.device)
+        rank = WHOLE if ranks is None else ranks.rank
         ops = ops_for(model.device, input_bits, with_experts=model.config.design.has_experts and rank.size == 1)
         embedding, lm_head = model.embedding, model.lm_head
         if TARGET_EMBEDDING in self.weights:
