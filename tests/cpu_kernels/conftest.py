@@ -1,11 +1,7 @@
 """The compiled library, which every machine that runs the tests can build: it has a C compiler."""
 
 import ctypes
-import fcntl
-import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,27 +25,12 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Return the library as processors with less than AVX-512 BF16 and VNNI get it, but for the optimizing."""
     if NATIVE != "-march=native" or " avx2 " not in CPU_INFO.read_text():
         pytest.skip("this processor does not have these instructions")
-    with only_one(tmp_path_factory, request.param) as path:
-        if not path.exists():
-            compile_for(request.param, path)
+    path = tmp_path_factory.mktemp("narrow") / "library.so"
+    others = {NATIVE: f"-march={request.param}", "-O3": "-O1"}
+    units = [str(unit) for unit in sorted(Path(SOURCES).glob("*.c"))]
+    flags = [others.get(flag, flag) for flag in FLAGS]
+    subprocess.run(["gcc", *flags, "-Wextra", "-Werror", *units, "-lm", "-o", str(path)], check=True)
     needed = {"x86-64-v4": " avx512bw ", "cooperlake": " avx512_bf16 "}.get(request.param, "")
     if needed not in CPU_INFO.read_text():
         pytest.skip(f"compiles, but this processor has no{needed}")
     return ctypes.CDLL(str(path))
-
-
-@contextmanager
-def only_one(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """Return the path of a library that all processes of this run share, while no other of them writes it."""
-    shared = tmp_path_factory.getbasetemp()
-    folder = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder / f"{name}.so"
-
-
-def compile_for(processor: str, path: Path) -> None:
-    others = {NATIVE: f"-march={processor}", "-O3": "-O1"}
-    units = [str(unit) for unit in sorted(Path(SOURCES).glob("*.c"))]
-    flags = [others.get(flag, flag) for flag in FLAGS]
-    subprocess.run(["gcc", *flags, "-Wextra", "-Werror", *units, "-lm", "-o", str(path)], check=True)
