@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 WEIGHTS = "model.safetensors"
 DECODES = ("decode-0", "decode-1")
 COUNT, NUM_TOKENS, NUM_BEFORE = 6, 120, 12
+MAX_ROUNDS = 20  # each has some 20 steps or more, and at the latest a worker's 128th with guesses verifies some
 SAMPLINGS: tuple[dict[str, Any], ...] = (  # beside few allowed tokens, so that answers repeat themselves
     {"temperature": 0.0},
     {"temperature": 0.6, "top_p": 0.9},
@@ -163,6 +164,21 @@ def in_ledgers(streams: Streams) -> tuple[int, int]:
     return sum(each.num_draft_tokens for each in told), sum(sum(each.num_accepted_tokens_per_pos) for each in told)
 
 
+def counts_of_guesses(
+    cluster: LiveCluster, asked: Sequence[Asked], expected: Sequence[dict[int, list[int]]]
+) -> tuple[float, float]:
+    """Ask until some guesses were verified; return how many were right, and how many there were.
+
+    A worker that others slow down, or whose guesses were wrong in the test before, verifies some now and then.
+    """
+    num_right, num_guessed = accepted(cluster), guessed(cluster)
+    for _ in range(MAX_ROUNDS):
+        Streams(cluster, asked).check(expected)
+        if guessed(cluster) > num_guessed:
+            return accepted(cluster) - num_right, guessed(cluster) - num_guessed
+    pytest.fail("no guess was verified")
+
+
 def busiest(cluster: LiveCluster) -> str:
     status = cluster.status()
     return max(DECODES, key=lambda name: load_of(status, name).num_running)
@@ -182,10 +198,8 @@ def test_answers_are_those_of_one_engine_without_guesses(
 def test_a_draft_model_knows_prompts_that_other_workers_computed(
     cluster: LiveCluster, expected: list[dict[int, list[int]]]
 ) -> None:
-    before = accepted(cluster), guessed(cluster)
-    Streams(cluster).check(expected)
-    num_right, num_guessed = accepted(cluster) - before[0], guessed(cluster) - before[1]
-    assert num_right > 0.95 * num_guessed > 0, "it is the same model"
+    num_right, num_guessed = counts_of_guesses(cluster, ASKED, expected)
+    assert num_right > 0.95 * num_guessed, "it is the same model"
 
 
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("eagle3, two ranks", marks=pytest.mark.long)], indirect=True)
@@ -194,10 +208,8 @@ def test_kv_of_a_head_crosses_with_prompts_that_other_workers_computed(cluster: 
     walks = longest_walks(load_file(model / WEIGHTS), COUNT)
     greedy = {"temperature": 0.0, "ignore_eos": True}
     asked: list[Asked] = [([*walk * 2, walk[0]], {**greedy, "max_tokens": len(walk) - 1}) for walk in walks]
-    before = accepted(cluster), guessed(cluster)
-    Streams(cluster, asked).check([{0: walk[1:]} for walk in walks])
-    num_right, num_guessed = accepted(cluster) - before[0], guessed(cluster) - before[1]
-    assert num_right > 0.95 * num_guessed > 0
+    num_right, num_guessed = counts_of_guesses(cluster, asked, [{0: walk[1:]} for walk in walks])
+    assert num_right > 0.95 * num_guessed
 
 
 @pytest.mark.long
@@ -208,10 +220,9 @@ def test_answers_that_move_stay_the_same(cluster: LiveCluster, expected: list[di
         source = busiest(cluster)
         moving.move(cluster, source, *(set(DECODES) - {source}))
         streams.check(expected)
-        assert accepted(cluster) > before
-        if any(answer.ledger.moves for answer in streams.answers):
+        if accepted(cluster) > before and any(answer.ledger.moves for answer in streams.answers):
             return
-    pytest.fail("no answer has moved")
+    pytest.fail("no answer has moved, or no guess was right")
 
 
 @pytest.mark.long
