@@ -9,49 +9,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.base.errors import ConfigError
+from pdserve.cli.flags import config_flags
 from pdserve.cli.models import fetched
 from pdserve.cli.options import AsJson
-from pdserve.settings.config import GPU_PAGE_SIZE, MAX_RANKS, PAGE_SIZE, Device, Dtype, KvCacheDtype, Quantization
-from pdserve.settings.degrees import Degrees
-from pdserve.settings.rank_memory import RankMemory
+from pdserve.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.executor.footprint import Footprint
 
 
+# Settings of a worker that change what a model needs.
+FORM = ("device", "dtype", "kv_cache_dtype", "quantization", "page_size", "speculative_config")
+PLACE = ("tensor_parallel_size", "pipeline_parallel_size", "nnodes", "rank_memory")
+
+
+@config_flags(WorkerConfig, without=set(WorkerConfig.model_fields).difference(FORM, PLACE))
 def check_model(
-    model: Annotated[str, typer.Argument(help="A model, by path or name.")],
-    device: Annotated[Device, typer.Option(help="Device of the workers.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="Type of weights and KV.")] = "auto",
-    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="Type of K and V in pages.")] = "auto",
-    quantization: Annotated[Quantization, typer.Option(help="Form of the weights.")] = "auto",
-    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
-    pipeline_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker.")] = 1,
-    nnodes: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Machines that the ranks are on.")] = 1,
-    rank_memory: Annotated[RankMemory | None, typer.Option(help="Who keeps KV pages; by default the device's.")] = None,
-    speculative_config: Annotated[str | None, typer.Option(help="What guesses, as JSON; by default nothing.")] = None,
-    as_json: AsJson = False,
+    model: Annotated[str, typer.Argument(help="A model, by path or name.")], as_json: AsJson = False, **flags: object
 ) -> None:
     """Say whether a model is served, what it needs, and what fits on this machine. Starts nothing.
 
     Reads its config, tokenizer, chat templates and the headers of its weights. Exit status 1 if it is not served.
     """
-    from pdserve.executor.footprint import Choices, footprint_of
+    from pdserve.executor.footprint import footprint_of
 
-    size = page_size or (GPU_PAGE_SIZE if device == "cuda" else PAGE_SIZE)
-    choices = Choices(
-        device,
-        dtype,
-        kv_cache_dtype,
-        quantization,
-        size,
-        degrees=Degrees(tensor_parallel_size, pipeline_parallel_size, nnodes),
-        speculative_config=speculative_config,
-        rank_memory=rank_memory,
-    )
     try:
-        fit = footprint_of(fetched(model), choices)
+        fit = footprint_of(fetched(model), **flags)
     except ConfigError as error:
         typer.echo(json.dumps({"model": model, "refused": str(error)}, indent=2) if as_json else f"not served: {error}")
         raise typer.Exit(1) from None

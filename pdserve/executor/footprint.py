@@ -1,5 +1,6 @@
 """What a model needs, and what of it fits on this machine: from the headers of its files, before anything starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,36 +21,11 @@ from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import needed_weights, shares
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
-from pdserve.settings.config import (
-    PAGE_SIZE,
-    STEP_TOKENS,
-    Device,
-    Dtype,
-    KvCacheDtype,
-    Quantization,
-    WorkerConfig,
-    load_config,
-)
+from pdserve.settings.config import Device, WorkerConfig, load_config
 from pdserve.settings.degrees import Degrees
 from pdserve.settings.processor import choose_dtype, read_cpu_info
-from pdserve.settings.rank_memory import RankMemory
 
 STATE_BYTES = 4  # of a float32
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What an operator may choose for workers; the defaults are theirs."""
-
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    kv_cache_dtype: KvCacheDtype = "auto"
-    quantization: Quantization = "auto"
-    page_size: int = PAGE_SIZE
-    step_tokens: int = max(STEP_TOKENS.values())
-    degrees: Degrees = Degrees()  # noqa: RUF009 - a value
-    speculative_config: str | None = None  # JSON
-    rank_memory: RankMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +94,31 @@ class Footprint:
         return self.sequence_pages * self.page_bytes
 
 
-def footprint_of(path: Path, choices: Choices) -> Footprint:
-    """Read a model's config, tokenizer, chat templates and the headers of its weights.
+def footprint_of(path: Path, **flags: object) -> Footprint:
+    """Read a model's config, tokenizer, chat templates and the headers of its weights. flags: a worker's settings.
 
     Raises ConfigError for whatever workers and routers would refuse in them, naming the key or the tensor.
     """
     checkpoint = check_model(path)
-    worker = _any_worker(path, choices)
+    worker = _any_worker(path, flags)
     drafts = open_drafts(worker, checkpoint, "not read")
     checkpoint = with_room(checkpoint, drafts)
-    config, device = checkpoint.config, choices.device
+    config, device, degrees = checkpoint.config, worker.device, worker.degrees
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
-    dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
-    quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
+    dtype, because = choose_dtype(worker.dtype, device, read_cpu_info(), compiled=compiled)
+    quantization = choose_quantization(worker.quantization, checkpoint, dtype, device)
     drafts = among_ranks(drafts, worker, checkpoint, dtype, quantization)
     weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
-    check_library(choices.degrees)
+    check_library(degrees)
     if device in KERNEL_DEVICES:
-        check_kernels(device, config, choices.page_size, DTYPES[dtype])
-    kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
-    layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
+        check_kernels(device, config, worker.page_size, DTYPES[dtype])
+    kv_dtype = choose_kv_code(worker.kv_cache_dtype, config) or dtype
+    layout = describe_layout(config, "", worker.page_size, kv_dtype, device)
     if worker.rank_memory == "own":
         check_on_devices(worker, config, weights)
-        layout = own_layout(config, layout, choices.degrees)
-    is_apart = choices.degrees.num_ranks > 1 and (device == "cuda" or choices.degrees.nodes > 1)
-    rank_shares = shares(config, choices.degrees)
+        layout = own_layout(config, layout, degrees)
+    is_apart = degrees.num_ranks > 1 and (device == "cuda" or degrees.nodes > 1)
+    rank_shares = shares(config, degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     held_bytes = weight_bytes(weights, dtype, device)
     draft_weight_bytes, draft_token_bytes = draft_bytes(drafts, quantization, dtype, device)
@@ -156,7 +132,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         because=because,
         quantization=quantization,
         weight_bytes=int(sum(rank_shares) * held_bytes),
-        degrees=choices.degrees,
+        degrees=degrees,
         rank_weight_bytes=int(max(rank_shares) * held_bytes),
         max_model_len=config.max_position_embeddings,
         num_layers=config.num_layers,
@@ -168,27 +144,22 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         token_bytes=layout.token_bytes,
         page_sizes=layout.page_sizes,
         page_bytes=layout.page_bytes,
-        sequence_pages=layout.paging.most_pages(config.max_position_embeddings, choices.step_tokens),
+        sequence_pages=layout.paging.most_pages(config.max_position_embeddings, max(worker.step_tokens.values())),
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,
         draft_method="" if worker.speculative_config is None else worker.speculative_config.method,
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_token_bytes * layout.page_size,
-        rank_page_bytes=_largest_page(layout, choices.degrees) if is_apart else 0,
-        page_copies=num_copies(layout, choices.degrees),
+        rank_page_bytes=_largest_page(layout, degrees) if is_apart else 0,
+        page_copies=num_copies(layout, degrees),
     )
 
 
-def _any_worker(path: Path, choices: Choices) -> WorkerConfig:
-    """Return the settings of a worker with these choices; ConfigError where it would refuse them."""
-    names = ("device", "dtype", "kv_cache_dtype", "quantization", "page_size", "speculative_config", "rank_memory")
-    given: dict[str, object] = {name: getattr(choices, name) for name in names}
-    degrees = choices.degrees
-    given |= {"tensor_parallel_size": degrees.tensor, "pipeline_parallel_size": degrees.pipeline}
-    given |= {"nnodes": degrees.nodes}
-    given |= {"role": "mixed", "worker_id": "any", "routers": ("127.0.0.1:1",), "secret_file": path}
-    return load_config(WorkerConfig, flags={"model": str(path), **given})
+def _any_worker(path: Path, flags: Mapping[str, object]) -> WorkerConfig:
+    """Return the settings of a worker with these flags; ConfigError where it would refuse them."""
+    fixed = {"role": "mixed", "worker_id": "any", "routers": ("127.0.0.1:1",), "secret_file": path}
+    return load_config(WorkerConfig, flags={"model": str(path), **fixed, **flags})
 
 
 def _largest_page(layout: KvLayout, degrees: Degrees) -> int:

@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 from pdserve.base.errors import ConfigError, ProtocolError
 from pdserve.base.ids import Incarnation, Peer
 from pdserve.cli.app import app
-from pdserve.executor.footprint import Choices, footprint_of
+from pdserve.executor.footprint import footprint_of
 from pdserve.kvtransfer.session import Hello, Introduction, check_hello
 from pdserve.protocol.kvlayout import KvCode, KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.settings.degrees import Degrees
 from pdserve.worker.boot import build_engine, open_model
 
 MEMORY = 2**20
@@ -48,7 +47,9 @@ def test_pages_are_smaller_and_more_of_them_fit(tmp_path: Path, code: KvCode) ->
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
 def test_models_check_counts_these_bytes(tmp_path: Path, code: KvCode) -> None:
     write_model("gemma3", tmp_path)
-    plain, coded = (footprint_of(tmp_path, Choices("cpu", "float32", asked)) for asked in ("auto", code))
+    plain, coded = (
+        footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype=asked) for asked in ("auto", code)
+    )
     assert coded.kv_dtype == code
     assert coded.token_bytes * 4 * 32 == plain.token_bytes * (32 + 4)
     assert coded.num_tokens > 3 * plain.num_tokens
@@ -100,15 +101,15 @@ def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, ke
     with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model with {kept}"):
         build_engine(config, open_model(config), b"secret", lambda share: None)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        footprint_of(tmp_path, Choices("cpu", "float32", "int8"))
+        footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype="int8")
 
 
 def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served on a CPU, not on interpreter"):
-        footprint_of(tmp_path, Choices("interpreter", "float32", "int8"))
+        footprint_of(tmp_path, device="interpreter", dtype="float32", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by one rank"):
-        footprint_of(tmp_path, Choices("cpu", "float32", "int8", degrees=Degrees(2)))
+        footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype="int8", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
