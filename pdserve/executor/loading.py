@@ -51,7 +51,7 @@ from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Rank
-from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
+from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest, coded_as
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, read_cpu_info
 
@@ -110,10 +110,10 @@ def _load(
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
+        assert code is None, "settings refuse coded rows for ranks with devices"
         fitting, among = fitting_of(config, (checkpoint, drafts), layout, num_pages), (_name_of_ranks(config), nodes)
         return Loaded(*load_on_devices(config, (form, drafts), fitting, thread, among, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
-        assert code is None, "settings refuse coded rows for ranks"
         limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
         sizes = layout, limits, num_pages
         return Loaded(_ranked(config, (form, drafts), sizes, nodes, thread, progress), layout, limits)
@@ -152,7 +152,8 @@ def _ranked(
         check_inputs(config, model)
         assert followers.memory is not None, "ranks on CPUs have the host's"
         memory = RankPages(followers.memory, config.rank_memory == "own", are_recorded=nodes is None)
-        runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory)
+        code = coded_as(layout.dtype)
+        runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory, code)
         followers.meet()
         followers.meet_nodes(num_pages)
         page_bytes = num_copies(layout, config.degrees) * layout.page_bytes

@@ -9,7 +9,7 @@ from pdserve.engine.features import Features
 from pdserve.engine.runner import RankPages, Runner
 from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.draft_loading import open_divided, with_room
-from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, load_form
+from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, choose_kv_code, load_form
 from pdserve.executor.kernel_checks import choose_interpreter
 from pdserve.executor.loading import describe_layout, fitting_of
 from pdserve.executor.node_ranks import NodeRanks, join_group
@@ -77,7 +77,8 @@ def _load_on_cpu(
     else:
         memory = mapped_pages(setup.pages)
     pages = RankPages(memory, are_own=region is not None, are_recorded=ranks is not None)
-    runner = Runner(model, setup.num_pages, config.page_size, pages=pages)
+    code = choose_kv_code(config.kv_cache_dtype, model.config)
+    runner = Runner(model, setup.num_pages, config.page_size, pages=pages, code=code)
     guessed = config.speculative_config
     if guessed is not None and guessed.method == "mtp":  # rank 0 reads the last layer of all tokens
         taps = behind_all(model.config.num_layers)

@@ -22,6 +22,7 @@ from pdserve.model.family import Tensors
 from pdserve.model.fp8 import Fp8
 from pdserve.model.groups import Groups
 from pdserve.model.loading import load_model
+from pdserve.settings.degrees import Degrees
 
 KEPT = {  # products take their codes
     **dict.fromkeys(("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros", "int8", "int8, with zeros"), Groups),
@@ -280,7 +281,7 @@ def test_ranks_of_a_model_in_fp8_compute_as_ranks_of_its_decoded_weights_do(inne
     published("fp8 of large blocks", plain, tmp_path / "coded")
     checkpoint, found = open_directory(tmp_path / "coded"), []
     for weights in (weights_in_form(checkpoint, "fp8"), checkpoint.weights()):
-        with thread_ranks(2, checkpoint.config, weights, torch.bfloat16, 40) as ranks:
+        with thread_ranks(Degrees(2), checkpoint.config, weights, torch.bfloat16, 40) as ranks:
             found.append(greedy_texts(ranks, [prompt(5), prompt(150)], 16))
     assert found[0] == found[1]
 

@@ -9,6 +9,7 @@ import torch
 from live_cluster import all_ready, greedy, is_idle, live_cluster
 from model_zoo import prompt, write_model
 from moving import MOVED_WITHIN_S, POOLS, WORKER_FLAGS, Running, num_moved
+from unlike_engines import UnlikeEngines
 from wired_cluster import WiredCluster, wired_cluster
 
 from pdserve.checkpoint.hf_directory import open_directory
@@ -20,6 +21,7 @@ from pdserve.protocol.sampling import SamplingParams
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
+MOVED = 250  # tokens of an answer that moves to other ranks
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1000")
 
 
@@ -38,10 +40,22 @@ def expected(model: Path, code: KvCode | None, asked: list[int]) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
-def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, code: KvCode) -> None:
+@pytest.mark.parametrize(
+    ("code", "ranks"),
+    [
+        ("int8", ""),
+        ("fp8_e4m3", ""),
+        ("int8", "--decode-tp 2"),
+        ("fp8_e4m3", "--prefill-tp 2"),
+        ("int8", "--prefill-tp 2 --decode-tp 2"),
+        ("fp8_e4m3", "--prefill-tp 2 --decode-tp 4"),
+        ("fp8_e4m3", "--prefill-pp 2 --decode-tp 2"),
+        ("int8", "--decode-pp 2"),
+    ],
+)
+def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, code: KvCode, ranks: str) -> None:
     prompts = [prompt(length) for length in (152, 29, 301)]
-    with live_cluster(tmp_path, model, *FLAGS, "--kv-cache-dtype", code) as cluster:
+    with live_cluster(tmp_path, model, *FLAGS, "--kv-cache-dtype", code, *ranks.split()) as cluster:
         answers = [cluster.generate(greedy(asked, NUM_TOKENS)) for asked in (*prompts, prompts[0])]
         status = cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
     assert [answer.tokens[0] for answer in answers[:3]] == [expected(model, code, asked) for asked in prompts]
@@ -53,10 +67,16 @@ def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, 
     assert answers[0].ledger.handoff_bytes == pages * 3 * 2 * 2 * 16 * (16 + 4)  # a row: 16 codes and a scale
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("large"), **moving.MODEL_SHAPE)
+
+
 @pytest.fixture(scope="module", params=["int8", "fp8_e4m3"])
-def moved_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
+def moved_cluster(
+    request: pytest.FixtureRequest, large: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WiredCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    large = write_model("llama3", tmp_path_factory.mktemp("large"), **moving.MODEL_SHAPE)
     flags = {**WORKER_FLAGS, "kv_cache_dtype": request.param}
     with wired_cluster(folder, large, POOLS, flags) as cluster:
         cluster.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)
@@ -77,3 +97,24 @@ def test_a_moved_answer_goes_on_over_the_same_rows(moved_cluster: WiredCluster) 
     moved = running.end()
     assert moved.tokens == unmoved.tokens
     assert moved.ledger.decode_worker == running.target
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("code", "by"), [("int8", "tensor_parallel_size"), ("fp8_e4m3", "pipeline_parallel_size")])
+def test_an_answer_moves_between_one_and_two_ranks_with_the_same_rows(
+    tmp_path: Path, large: Path, code: KvCode, by: str
+) -> None:
+    flags, own = {**WORKER_FLAGS, "kv_cache_dtype": code}, {"decode-1": {by: 2}}
+    engines = UnlikeEngines(large, (code, code))
+    asked, _ = engines.untied(150, MOVED)
+    with wired_cluster(tmp_path, large, POOLS, flags, own_flags=own) as cluster:
+        cluster.introduce()
+        moving.introduce(cluster)
+        running = Running.of(cluster, greedy(asked, MOVED))
+        assert running.move() == 1
+        cluster.wait_for(lambda status: num_moved(status) > num_moved(running.before), MOVED_WITHIN_S)
+        moved = running.end()
+        status = cluster.wait_for(is_idle, 60)
+    assert moved.ledger.decode_worker == running.target
+    assert moved.tokens[0] == engines.answer(asked, MOVED)
+    assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0, 0]

@@ -110,11 +110,22 @@ def test_an_answer_that_moves_to_another_type_goes_on_from_converted_pages(tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_worker_of_two_ranks_hands_over_to_one_of_another_type(tmp_path: Path, model: Path, by: str) -> None:
-    own = own_flags(None, "int8")
-    own["prefill-0"] |= {by: 2, "num_threads": 2}
-    engines = UnlikeEngines(model, (None, "int8"))
+@pytest.mark.parametrize(
+    ("source", "target", "name", "by"),
+    [
+        (None, "int8", "prefill-0", "tensor_parallel_size"),
+        (None, "int8", "prefill-0", "pipeline_parallel_size"),
+        ("int8", None, "prefill-0", "tensor_parallel_size"),
+        (None, "fp8_e4m3", "decode-0", "tensor_parallel_size"),
+        ("fp8_e4m3", "int8", "decode-0", "pipeline_parallel_size"),
+    ],
+)
+def test_a_worker_of_two_ranks_hands_over_to_one_of_another_type_or_takes_over(
+    tmp_path: Path, model: Path, source: KvCode | None, target: KvCode | None, name: str, by: str
+) -> None:
+    own = own_flags(source, target)
+    own[name] |= {by: 2, "num_threads": 2}
+    engines = UnlikeEngines(model, (source, target))
     asked, due = engines.untied(100, NUM_TOKENS)
     with wired_cluster(tmp_path, model, POOLS, FLAGS, own_flags=own) as cluster:
         answer = cluster.generate(greedy(asked, NUM_TOKENS))

@@ -60,7 +60,7 @@ def texts(
     if size * num_stages == 1:
         whole = Runner(load_model(config, weights, dtype), NUM_PAGES, 16)
         return greedy_texts(whole, PROMPTS, NUM_TOKENS, CHUNK)
-    with thread_ranks(size, config, weights, dtype, NUM_PAGES, num_stages) as ranks:
+    with thread_ranks(Degrees(size, num_stages), config, weights, dtype, NUM_PAGES) as ranks:
         return greedy_texts(ranks, PROMPTS, NUM_TOKENS, CHUNK)
 
 
@@ -125,7 +125,7 @@ def test_pipeline_stages_draw_the_tokens_of_one_rank_in_each_family(
 def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoint]) -> None:
     checkpoint = opened(LLAMA)
     whole = weight_total(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
-    with thread_ranks(2, checkpoint.config, checkpoint.weights(), torch.float32, NUM_PAGES) as ranks:
+    with thread_ranks(Degrees(2), checkpoint.config, checkpoint.weights(), torch.float32, NUM_PAGES) as ranks:
         assert [weight_total(model) for model in ranks.models] == pytest.approx([whole / 2] * 2, rel=0.03)
 
 
@@ -171,7 +171,7 @@ def test_scores_are_those_of_one_rank_whatever_others_hold_in_place_of_the_gathe
     checkpoint = opened(LLAMA)
     given = (checkpoint.config, checkpoint.weights(), torch.float32)
     chunk = Chunk(PROMPTS[0], 0, (PageId(1),), (), pooling=Pooling("logits", (3, 9)))
-    with thread_ranks(2, *given, NUM_PAGES) as ranks:
+    with thread_ranks(Degrees(2), *given, NUM_PAGES) as ranks:
         found = ranks.run(StepPlan((chunk,))).pooled
     expected = Runner(load_model(*given), NUM_PAGES, 16).run(StepPlan((chunk,))).pooled
     assert abs(frombuffer(found[0], "<f4") - frombuffer(expected[0], "<f4")).max() < 1e-4
@@ -182,7 +182,7 @@ def test_vectors_of_pipeline_stages_are_those_of_one_rank(opened: Callable[..., 
     given = (checkpoint.config, checkpoint.weights(), torch.float32)
     poolings = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
     plan = StepPlan(tuple([Chunk(PROMPTS[0], 0, (PageId(i),), (), pooling=of) for i, of in enumerate(poolings)]))
-    with thread_ranks(1, *given, NUM_PAGES, 3) as ranks:
+    with thread_ranks(Degrees(1, 3), *given, NUM_PAGES) as ranks:
         found = ranks.run(plan).pooled
     assert found == Runner(load_model(*given), NUM_PAGES, 16).run(plan).pooled
 
@@ -294,7 +294,7 @@ def test_ranks_keep_nearly_the_same_keys_and_values_in_bfloat16(opened: Callable
     checkpoint = opened(family)
     given = (checkpoint.config, checkpoint.weights(), torch.bfloat16)
     whole = Runner(load_model(*given), NUM_PAGES, 16)
-    with thread_ranks(2, *given, NUM_PAGES) as ranks:
+    with thread_ranks(Degrees(2), *given, NUM_PAGES) as ranks:
         for runner in (whole, ranks):
             greedy_texts(runner, PROMPTS, 1, CHUNK)
         difference = (ranks.kv.float() - whole.kv.float()).abs()

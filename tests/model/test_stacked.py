@@ -24,6 +24,7 @@ from pdserve.model.loading import load_model, needed_weights, shapes_of
 from pdserve.model.ops import weight_bytes
 from pdserve.model.stacked import apart
 from pdserve.model.weights import Shard, Weights
+from pdserve.settings.degrees import Degrees
 
 INNER, HIDDEN, COUNT = 6, 8, 3
 BASE = {
@@ -254,7 +255,7 @@ def test_ranks_divide_experts_in_mxfp4_in_whole_blocks_and_draw_the_tokens_of_on
     opened, asked = open_directory(write_in_mxfp4(tmp_path, intermediate_size=160)[1]), [prompt(5), prompt(150)]
     whole = load_model(opened.config, kept_in(opened), torch.float32)
     expected = greedy_texts(Runner(whole, 40, 16), asked, 16)
-    with thread_ranks(2, opened.config, kept_in(opened), torch.float32, 40) as ranks:
+    with thread_ranks(Degrees(2), opened.config, kept_in(opened), torch.float32, 40) as ranks:
         inners = [
             {each.inputs for each in own.matrices() if isinstance(each, Tiles) and each.is_float}
             for own in ranks.models

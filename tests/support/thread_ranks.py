@@ -19,6 +19,7 @@ from pdserve.model.family import Model
 from pdserve.model.loading import load_rank
 from pdserve.model.ops import times
 from pdserve.model.weights import Rank, Weights
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.settings.degrees import Degrees
 
 LIMIT_S = 60.0
@@ -60,14 +61,19 @@ class ThreadRanks:
 
 @contextmanager
 def thread_ranks(
-    size: int, config: ModelConfig, weights: Weights, dtype: torch.dtype, num_pages: int, num_stages: int = 1
+    degrees: Degrees,
+    config: ModelConfig,
+    weights: Weights,
+    dtype: torch.dtype,
+    num_pages: int,
+    code: KvCode | None = None,
 ) -> Iterator[ThreadRanks]:
-    name = str(dtype).removeprefix("torch.")
+    name = code or str(dtype).removeprefix("torch.")
     page_bytes = describe_layout(config, "", PAGE_SIZE, name, "cpu").page_bytes
     memory = zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))
 
-    ranks = [Rank.at(index, Degrees(size, num_stages)) for index in range(size * num_stages)]
-    slots = torch.zeros(slots_bytes(Degrees(size, num_stages)), dtype=torch.uint8)
+    ranks = [Rank.at(index, degrees) for index in range(degrees.num_ranks)]
+    slots = torch.zeros(slots_bytes(degrees), dtype=torch.uint8)
 
     def load(rank: Rank) -> Model:
         return load_rank(config, weights, dtype, ranks_of(rank, slots, [], LIMIT_S))
@@ -77,7 +83,8 @@ def thread_ranks(
     try:
         with ThreadPoolExecutor(len(ranks)) as threads:
             models = list(threads.map(load, ranks))
-            runners = [Runner(model, num_pages, PAGE_SIZE, pages=RankPages(memory)) for model in models]
+            pages = RankPages(memory)
+            runners = [Runner(model, num_pages, PAGE_SIZE, pages=pages, code=code) for model in models]
             yield ThreadRanks(threads, models, runners)
     finally:
         sys.setswitchinterval(before)

@@ -1,6 +1,6 @@
 """What workers answer whose K and V differ in type: an engine for each, and rows rounded between them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pdserve.protocol.sampling import SamplingParams
 
 PAGE_SIZE, MOST_TOKENS = 16, 1024
 PAGES = [PageId(page) for page in range(MOST_TOKENS // PAGE_SIZE)]
-BEST_TWO = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 @dataclass
@@ -30,11 +30,14 @@ class UnlikeEngines:
 
     folder: Path
     codes: tuple[KvCode | None, ...]
+    allowed: tuple[int, ...] = ()  # only these tokens are drawn; empty: all
     leads: list[float] = field(default_factory=list)  # of the tokens of the last answer, over the next likeliest
 
     def __post_init__(self) -> None:
         checkpoint = open_directory(self.folder)
         model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+        num_top = model.config.vocab_size if self.allowed else 2
+        self._params = replace(GREEDY, allowed_token_ids=self.allowed, logprobs=num_top)
         self._runners = [Runner(model, len(PAGES), PAGE_SIZE, code=code) for code in self.codes]
         layouts = [describe_layout(model.config, "", PAGE_SIZE, code or "float32", "cpu") for code in self.codes]
         self._conversions = [conversion_between(*each) for each in pairwise(layouts)]
@@ -64,9 +67,19 @@ class UnlikeEngines:
                 return prompt(length), answer
         raise AssertionError("every prompt has a tie")
 
+    def untied_after(self, begun: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
+        """Return a prompt that goes on behind another one, and its answer, which no other order of sums changes."""
+        for last in range(40):
+            asked = [*begun, 7, last]
+            answer = self.answer(asked, num_tokens)
+            if self.num_sure == num_tokens:
+                return asked, answer
+        raise AssertionError("every prompt has a tie")
+
     def _next(self, runner: Runner, tokens: list[int], start: int) -> int:
-        drawn = runner.run(StepPlan((Chunk(tokens, start, PAGES, (spec((), BEST_TWO),)),))).tokens[0][0][0]
+        drawn = runner.run(StepPlan((Chunk(tokens, start, PAGES, (spec((), self._params),)),))).tokens[0][0][0]
         assert drawn.logprobs is not None
-        (_, best), (_, second) = drawn.logprobs.top[:2]
+        likeliest = [each for each in drawn.logprobs.top if not self.allowed or each[0] in self.allowed]
+        (_, best), (_, second) = likeliest[:2]
         self.leads.append(best - second)
         return drawn.token_id

@@ -44,11 +44,12 @@ def test_pages_are_smaller_and_more_of_them_fit(tmp_path: Path, code: KvCode) ->
     assert coded.weights_hash == plain.weights_hash
 
 
+@pytest.mark.parametrize("by", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
-def test_models_check_counts_these_bytes(tmp_path: Path, code: KvCode) -> None:
+def test_models_check_counts_these_bytes(tmp_path: Path, code: KvCode, by: dict[str, int]) -> None:
     write_model("gemma3", tmp_path)
     plain, coded = (
-        footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype=asked) for asked in ("auto", code)
+        footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype=asked, **by) for asked in ("auto", code)
     )
     assert coded.kv_dtype == code
     assert coded.token_bytes * 4 * 32 == plain.token_bytes * (32 + 4)
@@ -69,8 +70,14 @@ def test_models_check_takes_the_flag(tmp_path: Path) -> None:
     [
         ({"device": "cuda"}, "kv_cache_dtype: int8 is served on a CPU, not on cuda"),
         ({"device": "interpreter"}, "kv_cache_dtype: int8 is served on a CPU, not on interpreter"),
-        ({"tensor_parallel_size": 2}, "kv_cache_dtype: int8 is served by one rank"),
-        ({"pipeline_parallel_size": 2}, "kv_cache_dtype: int8 is served by one rank"),
+        (
+            {"device": "cuda", "tensor_parallel_size": 2},
+            "kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on cuda",
+        ),
+        (
+            {"device": "interpreter", "tensor_parallel_size": 2},
+            "kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on interpreter",
+        ),
     ],
 )
 def test_what_no_worker_does_so_is_refused_by_its_key(
@@ -87,17 +94,20 @@ def test_other_types_are_refused(tmp_path: Path, asked: str, problem: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "kept"),
+    ("family", "kept", "size"),
     [
-        ("deepseek-v3", "latent rows"),
-        ("lfm2", "states"),
-        ("llama4", "attention that torch computes"),
-        ("ministral3", "queries that grow"),
+        ("deepseek-v3", "latent rows", 1),
+        ("deepseek-v3", "latent rows", 2),
+        ("lfm2", "states", 1),
+        ("llama4", "attention that torch computes", 1),
+        ("llama4", "attention that torch computes", 2),
+        ("ministral3", "queries that grow", 1),
+        ("ministral3", "queries that grow", 2),
     ],
 )
-def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, kept: str) -> None:
+def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, kept: str, size: int) -> None:
     write_model(family, tmp_path)
-    config = worker(tmp_path, "int8")
+    config = worker(tmp_path, "int8", tensor_parallel_size=size)
     with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model with {kept}"):
         build_engine(config, open_model(config), b"secret", lambda share: None)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
@@ -108,8 +118,9 @@ def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path
     write_model("qwen3", tmp_path)
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served on a CPU, not on interpreter"):
         footprint_of(tmp_path, device="interpreter", dtype="float32", kv_cache_dtype="int8")
-    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by one rank"):
-        footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype="int8", tensor_parallel_size=2)
+    two = {"device": "interpreter", "tensor_parallel_size": 2, "kv_cache_dtype": "int8"}
+    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on interpreter"):
+        footprint_of(tmp_path, dtype="float32", **two)
 
 
 @pytest.mark.parametrize(
