@@ -1,7 +1,8 @@
 """Paged attention, of prefill and decode alike: plan once per step, run once per layer.
 
 q: [num_tokens, num_heads, head_dim]; k, v: [num_pages, num_kv_heads, page_size, head_dim], one layer's strided views
-of the page-major pool, with the same strides. Of latent rows, both are one tensor: see `AttentionSpec.value_dim`.
+of the page-major pool, with the same strides; coded rows are bytes, [.., `KvRows.width`]. Of latent rows, both are one
+tensor: see `AttentionSpec.value_dim`.
 """
 
 import math
@@ -14,15 +15,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels import tuning
 from pdserve.kernels.attention_plan import COMBINE_FIELDS, ITEM_FIELDS, Cutting, Ints, pages_in_use, split_work
-from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
+from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor, require_words
 from pdserve.kernels.device import attention as device_attention
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.staging import Staging, aligned, padded
+from pdserve.protocol.kvlayout import KvCode
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE_SIZES = (16, 32, 64, 128)  # and multiples of the last: no tile of keys is larger
 MAX_HEAD_DIM = 256
 MAX_VALUE_DIM, MAX_TAIL = 512, 64  # of a latent row
 MAX_GROUP = 128
+WORD = 4  # bytes: rows of codes begin at multiples of them, which the compiler cannot see in a stride
 LOG2_E = math.log2(math.e)
 COMBINE_SPLITS = 16  # partial results the combine kernel holds at a time
 COMBINE_WARPS = 4
@@ -44,6 +48,7 @@ class AttentionSpec:
     soft_cap: float | None = None  # c of c * tanh(score / c)
     has_sinks: bool = False  # a score of each head joins each softmax, without a value
     value_dim: int | None = None  # of latent rows: the whole row is the key of all heads, its first features the value
+    code: KvCode | None = None  # rows of K and V are bytes, as `kernels.kv_rows` says
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the first field the kernels do not serve."""
@@ -70,8 +75,8 @@ class AttentionSpec:
         require(value_fits, f"value_dim must be a multiple of 8 from 16 to {MAX_VALUE_DIM}, got {value_dim}")
         fits = 1 <= self.tail <= MAX_TAIL
         require(fits, f"head_dim must be 1 to {MAX_TAIL} more than value_dim {value_dim}, got {self.head_dim}")
-        is_plain = self.window is None and self.soft_cap is None and not self.has_sinks
-        require(is_plain, "value_dim: latent rows are served without window, soft_cap and sinks")
+        is_plain = self.window is None and self.soft_cap is None and not self.has_sinks and self.code is None
+        require(is_plain, "value_dim: latent rows are served without window, soft_cap, sinks and code")
 
     @property
     def width(self) -> int:
@@ -82,6 +87,11 @@ class AttentionSpec:
     def tail(self) -> int:
         """Features of a key that are none of its value; 0: K and V are apart."""
         return self.head_dim - self.width
+
+    @property
+    def rows(self) -> KvRows:
+        """How K and V of a token and head lie in a page."""
+        return KvRows(self.head_dim, self.dtype, self.code)
 
     @property
     def group(self) -> int:
@@ -97,12 +107,14 @@ class AttentionSpec:
 def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError naming the argument whose shape, dtype or strides do not fit `spec`."""
     require_tensor("q", q, (None, spec.num_heads, spec.head_dim), (spec.dtype,))
-    pool = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    pool = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.rows.width)
     for name, pages in (("k", k), ("v", v)):
-        require_tensor(name, pages, pool, (spec.dtype,))
-        # 16-byte loads: each row must start on a multiple of 16 elements.
-        aligned = all(stride % 16 == 0 for stride in pages.stride()[:-1])
-        require(aligned, f"{name} must have strides in multiples of 16 elements, got {pages.stride()}")
+        require_tensor(name, pages, pool, (spec.rows.pool_dtype,))
+        if spec.code is not None:
+            require_words(name, pages)
+        else:  # 16-byte loads: each row must start on a multiple of 16 elements
+            aligned = all(stride % 16 == 0 for stride in pages.stride()[:-1])
+            require(aligned, f"{name} must have strides in multiples of 16 elements, got {pages.stride()}")
         require(pages.device == q.device, f"{name} must be on {q.device}, got {pages.device}")
     require(k.stride() == v.stride(), f"v must have the strides of k, {k.stride()}, got {v.stride()}")
     require(v is k or spec.tail == 0, "v must be k: latent rows are both")
@@ -169,8 +181,9 @@ class PagedAttention:
         self._blocks = _head_blocks(spec, self.tile)
         self._group, self._grid_heads = spec.group // self._blocks, spec.num_kv_heads * self._blocks
         # K and V tiles through tensor descriptors.
-        fits_page = spec.page_size >= self.tile.block_n and spec.tail == 0
+        fits_page = spec.page_size >= self.tile.block_n and spec.tail == 0 and spec.code is None
         self.use_tma = chip.capability >= (9, 0) and fits_page and spec.dtype != torch.float32
+        self._unit = 1 if spec.code is None else WORD
         self.exact = spec.dtype == torch.float32 or self.device.type == "cpu"  # multiply in float32
         rows = self._grid_heads * self.tile.block_m  # of one item's results
         room = room_for_partials(self.device) if room is None else room
@@ -224,7 +237,7 @@ class PagedAttention:
             k, v = k[..., : spec.width], k[..., spec.width :]
         device_attention.attend[grid](
             q, self._source(k), self._source(v), sinks, out, self._partials, self._lse, plan.items, plan.pages,
-            *q.stride()[:2], *k.stride()[:3], *out.stride()[:2],
+            *q.stride()[:2], *[stride // self._unit for stride in k.stride()[:3]], *out.stride()[:2],
             *_score_factors(spec), spec.window or 0, self._grid_heads,
             **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
@@ -265,6 +278,8 @@ class PagedAttention:
             "HAS_SINKS": spec.has_sinks,
             "PRECISION": "ieee" if self.exact else "native",
             "USE_TMA": self.use_tma,
+            "CODE": spec.code or "",
+            "UNIT": self._unit,
         }
 
     def _source(self, pages: Tensor) -> Tensor | TensorDescriptor:

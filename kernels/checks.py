@@ -27,6 +27,12 @@ def require_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtype
         raise ValueError(f"{name} must have stride 1 in its last axis, got {tensor.stride()}")
 
 
+def require_words(name: str, rows: Tensor) -> None:
+    """Check that rows of bytes begin at words of 4 bytes."""
+    fits = rows.data_ptr() % 4 == 0 and all(stride % 4 == 0 for stride in rows.stride()[:-1])
+    require(fits, f"{name} must have rows at multiples of 4 bytes, got strides {rows.stride()}")
+
+
 def require_lens(query_lens: Ints, kv_lens: Ints) -> None:
     """Check that every sequence has queries, and keys for at least those."""
     is_vector = query_lens.ndim == 1 and len(query_lens) > 0

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.kernels.checks import require, require_tensor
+from pdserve.kernels.checks import require, require_tensor, require_words
 from pdserve.kernels.device import pages as device_pages
+from pdserve.protocol.kvlayout import SCALED, KvCode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768
@@ -75,6 +76,7 @@ class Target:
     k_pages: Tensor  # one layer's views [num_pages, num_kv_heads, page_size, head_dim]
     v_pages: Tensor  # of rows that may have another width
     slots: Tensor  # int32 or int64 [num_tokens]: page * page_size + slot; num_pages * page_size is nowhere (padding)
+    code: KvCode | None = None  # rows are bytes, as `kernels.kv_rows` says; None: values
 
 
 def rope_write(
@@ -112,7 +114,7 @@ def rope_write(
         HEAD_DIM=head_dim, BLOCK_HALF=power_of_two(head_dim // 2), V_DIM=v.shape[2], BLOCK_V=power_of_two(v.shape[2]),
         HEADS=ROPE_HEADS,
         PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None,
-        NORM_AFTER=rotation.q_norm is not None and rotation.norms_after,
+        NORM_AFTER=rotation.q_norm is not None and rotation.norms_after, CODE=target.code or "",
         num_warps=4,
     )  # fmt: skip
     return out
@@ -123,11 +125,15 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
     q, k, v = qkv
     require_tensor("q", q, (None, None, None), DTYPES)
     num_tokens, _, head_dim = q.shape
-    require_tensor("k_pages", target.k_pages, (None, None, None, head_dim), DTYPES)
+    dtypes, scaled = (DTYPES, 0) if target.code is None else ((torch.uint8,), SCALED[target.code])
+    require_tensor("k_pages", target.k_pages, (None, None, None, head_dim + scaled), dtypes)
     num_pages, num_kv_heads, page_size = target.k_pages.shape[:3]
     require_tensor("v_pages", target.v_pages, (*target.k_pages.shape[:3], None), (target.k_pages.dtype,))
+    if target.code is not None:
+        require_words("k_pages", target.k_pages)
+        require_words("v_pages", target.v_pages)
     require_tensor("k", k, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
-    require_tensor("v", v, (num_tokens, num_kv_heads, target.v_pages.shape[3]), (q.dtype,))
+    require_tensor("v", v, (num_tokens, num_kv_heads, target.v_pages.shape[3] - scaled), (q.dtype,))
     require_tensor("slots", target.slots, (num_tokens,), ID_DTYPES)
     return num_pages * page_size
 

@@ -8,6 +8,8 @@ keys of Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); `attention_plan.py` dec
 import triton
 import triton.language as tl
 
+from pdserve.kernels.device.codes import row_numbers
+
 # Columns of an item (see attention_plan.py).
 FIRST_PAGE = tl.constexpr(0)
 Q_START = tl.constexpr(1)
@@ -64,12 +66,29 @@ def _load_tile(
             rows = page.to(tl.int64) * page_stride + ((start + row) % PAGE_SIZE) * slot_stride
             offsets = rows[:, None] + channel[None, :]
         if MASKED:
-            tile = tl.load(source + offsets, valid, other=0.0)
+            tile = tl.load(source + offsets, valid, other=0)
         elif HEAD_DIM == BLOCK_D:
             tile = tl.load(source + offsets)
         else:
-            tile = tl.load(source + offsets, (channel < HEAD_DIM)[None, :], other=0.0)
+            tile = tl.load(source + offsets, (channel < HEAD_DIM)[None, :], other=0)
     return tile
+
+
+@triton.jit
+def _load_scales(
+    source, page, start, kv_end, page_stride, slot_stride,
+    CODE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load what the numbers of coded rows are to be multiplied with, [BLOCK_N]; `source` is the first row's scale."""
+    row = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE >= BLOCK_N:
+        source += page.to(tl.int64) * page_stride + (start % PAGE_SIZE) * slot_stride
+        rows = row * slot_stride
+    else:
+        rows = page.to(tl.int64) * page_stride + ((start + row) % PAGE_SIZE) * slot_stride
+    words = (source + rows).to(tl.pointer_type(tl.float32))
+    scale = tl.load(words, (start + row) < kv_end, other=0.0) if MASKED else tl.load(words)
+    return scale * 256.0 if CODE == "fp8_e4m3" else scale
 
 
 @triton.jit
@@ -80,9 +99,13 @@ def _attend_range(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
-    MASKED: tl.constexpr,
+    CODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
+    """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them.
+
+    Scales of coded rows multiply scores and weights. Numbers of V are bfloat16, unless queries are float32: weights
+    times scales may be too small for float16.
+    """
     factor = score_cap if HAS_CAP else score_scale
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
     # Beside 64 wide rows, addresses that are kept from turn to turn would spill.
@@ -98,11 +121,20 @@ def _attend_range(
         else:
             v = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
                            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
+        if CODE != "":
+            k_scale = _load_scales(k_source + HEAD_DIM, page, start, kv_end, page_stride, slot_stride,
+                                   CODE, PAGE_SIZE, BLOCK_N, MASKED)  # fmt: skip
+            v_scale = _load_scales(v_source + HEAD_DIM, page, start, kv_end, page_stride, slot_stride,
+                                   CODE, PAGE_SIZE, BLOCK_N, MASKED)  # fmt: skip
+            k = row_numbers(k, CODE, q.dtype)
+            v = row_numbers(v, CODE, tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if TAIL > 0:
             scores = _multiply(q_tail, tl.trans(tail), scores, PRECISION)
+        if CODE != "":
+            scores *= k_scale[None, :]
         if HAS_CAP:
             scores = 1.0 - 2.0 / (tl.exp2(scores * score_scale) + 1.0)
         if MASKED:
@@ -117,6 +149,8 @@ def _attend_range(
         weights = tl.exp2(scores * factor - reference[:, None])
         shrink = tl.exp2(peak - reference)
         total = total * shrink + tl.sum(weights, 1)
+        if CODE != "":
+            weights *= v_scale[None, :]
         acc = _multiply(weights.to(v.dtype), v, acc * shrink[:, None], PRECISION)
         peak = new_peak
     return acc, total, peak
@@ -154,7 +188,7 @@ def attend(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr, CODE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `combine`.
 
@@ -164,7 +198,10 @@ def attend(
 
     Of latent rows (TAIL > 0), k is the first HEAD_DIM features, which are the value, too, and v the TAIL ones behind
     them, which count in scores alone. Then a "K/V head" is a block of the heads, which all see the same rows.
+
+    Strides of pages are in units of UNIT elements. With a CODE, rows are bytes: codes, then their scale.
     """
+    page_stride, head_stride, slot_stride = page_stride * UNIT, head_stride * UNIT, slot_stride * UNIT
     kv_head, item = tl.program_id(1 - HEADS_INNER), tl.program_id(HEADS_INNER)
     fields = items_ptr + item * ITEM_FIELDS
     q_count = tl.load(fields + Q_COUNT)
@@ -194,17 +231,17 @@ def attend(
         acc, total, peak = _attend_range(
             acc, total, peak, q, q_tail, q_position, kv_begin, begin, kv_end, last_page, k_source, v_source, page_head,
             table, page_stride, slot_stride, score_scale, score_cap, window,
-            HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True,
+            HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, CODE, True,
         )  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_tail, q_position, begin, end, kv_end, last_page, k_source, v_source, page_head, table,
         page_stride, slot_stride, score_scale, score_cap, window,
-        HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, False,
+        HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, CODE, False,
     )  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_tail, q_position, end, kv_end, kv_end, last_page, k_source, v_source, page_head, table,
         page_stride, slot_stride, score_scale, score_cap, window,
-        HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True,
+        HEAD_DIM, BLOCK_D, TAIL, BLOCK_T, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, CODE, True,
     )  # fmt: skip
     slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
     if num_splits == 1:

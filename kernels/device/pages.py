@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pdserve.kernels.device.codes import magnitudes, row_codes, row_scales
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm(
@@ -77,9 +79,12 @@ def rope_write(
     out_token_stride, out_head_stride, k_page_stride, k_page_head_stride, k_slot_stride,
     v_page_stride, v_page_head_stride, v_slot_stride,
     HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, NORM_AFTER: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, NORM_AFTER: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    """Finish one token's q, k and v: q to `out`, k and v to the token's slot. Grid: (tokens, q then kv head blocks)."""
+    """Finish one token's q, k and v: q to `out`, k and v to the token's slot. Grid: (tokens, q then kv head blocks).
+
+    With a CODE, rows of pages are bytes: codes, then their scale.
+    """
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -103,13 +108,29 @@ def rope_write(
             HEAD_DIM, BLOCK_HALF, HAS_NORM, NORM_AFTER)  # fmt: skip
         whole = tl.arange(0, BLOCK_V)
         in_head = valid[:, None] & (whole < V_DIM)[None, :]
-        v = tl.load(v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head)
-        k_row = k_pages_ptr + page * k_page_stride + place * k_slot_stride + (head * k_page_head_stride)[:, None]
-        k_row += channel[None, :]
-        tl.store(k_row, a.to(k_pages_ptr.dtype.element_ty), in_half)
-        tl.store(k_row + half, b.to(k_pages_ptr.dtype.element_ty), in_half)
-        v_row = v_pages_ptr + page * v_page_stride + place * v_slot_stride + (head * v_page_head_stride)[:, None]
-        tl.store(v_row + whole[None, :], v.to(v_pages_ptr.dtype.element_ty), in_head)
+        v = tl.load(
+            v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head, other=0.0
+        )
+        k_row = k_pages_ptr + page * k_page_stride + place * k_slot_stride + head * k_page_head_stride
+        v_row = v_pages_ptr + page * v_page_stride + place * v_slot_stride + head * v_page_head_stride
+        if CODE == "":
+            k_values = k_row[:, None] + channel[None, :]
+            tl.store(k_values, a.to(k_pages_ptr.dtype.element_ty), in_half)
+            tl.store(k_values + half, b.to(k_pages_ptr.dtype.element_ty), in_half)
+            tl.store(v_row[:, None] + whole[None, :], v.to(v_pages_ptr.dtype.element_ty), in_head)
+        else:  # of the values that pages without codes have
+            a = a.to(k_ptr.dtype.element_ty).to(tl.float32)
+            b = b.to(k_ptr.dtype.element_ty).to(tl.float32)
+            most = tl.maximum(tl.max(magnitudes(a), 1), tl.max(magnitudes(b), 1))
+            scale = row_scales(most, CODE)
+            k_values = k_row[:, None] + channel[None, :]
+            tl.store(k_values, row_codes(a, scale[:, None], CODE), in_half)
+            tl.store(k_values + half, row_codes(b, scale[:, None], CODE), in_half)
+            tl.store((k_row + HEAD_DIM).to(tl.pointer_type(tl.float32)), scale, valid)
+            v = v.to(tl.float32)
+            scale = row_scales(tl.max(magnitudes(v), 1), CODE)
+            tl.store(v_row[:, None] + whole[None, :], row_codes(v, scale[:, None], CODE), in_head)
+            tl.store((v_row + V_DIM).to(tl.pointer_type(tl.float32)), scale, valid)
 
 
 @triton.jit(do_not_specialize=["first_word"])

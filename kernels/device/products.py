@@ -7,6 +7,8 @@ chips without floats of 8 bits, too. Codes are in the order that `kernels.code_b
 import triton
 import triton.language as tl
 
+from pdserve.kernels.device.codes import e4m3_numbers
+
 
 @triton.jit
 def _values(codes, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
@@ -19,8 +21,7 @@ def _values(codes, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
         bits = codes.to(tl.uint16)
         return (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True).to(dtype)
     elif KIND == "fp8":
-        bits = codes.to(tl.uint16)
-        return (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(dtype)
+        return e4m3_numbers(codes, dtype)
     else:
         return (codes.to(tl.int16) - ZERO).to(tl.float32).to(dtype)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.layer_kinds import LayerKind
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
@@ -34,9 +34,7 @@ def size_for(num_seqs: int, sizes: Seq[int]) -> int | None:
     return sizes[index] if index < len(sizes) else None
 
 
-def attention_spec(
-    config: ModelConfig, scores: Scores, page_size: int, num_pages: int, dtype: torch.dtype
-) -> AttentionSpec:
+def attention_spec(config: ModelConfig, scores: Scores, page_size: int, num_pages: int, rows: KvRows) -> AttentionSpec:
     """Return the attention of layers; ValueError names what of the model or its pages the kernels do not serve."""
     return AttentionSpec(
         num_heads=config.num_heads,
@@ -45,11 +43,12 @@ def attention_spec(
         page_size=page_size,
         num_pages=num_pages,
         scale=config.scale(scores),
-        dtype=dtype,
+        dtype=rows.dtype,
         window=scores.window,
         soft_cap=scores.soft_cap,
         has_sinks=scores.has_sinks,
         value_dim=config.head_dim - config.rope_dim if config.is_latent else None,
+        code=rows.code,
     )
 
 
@@ -89,9 +88,11 @@ class TritonAttention:
         do not serve.
         """
         self._config, kv = config, kind.kv
-        self._spec = attention_spec(config, kind.scores, kv.shape[4], kv.shape[0], kv.dtype)
+        self._spec = attention_spec(config, kind.scores, kv.shape[4], kv.shape[0], kind.rows)
         # Of latent rows, the last features turn, and the others are the value; of K and V all are both.
-        self._turning, self._values = slice(-config.rope_dim, None), slice(self._spec.width)
+        self._turning, self._values = slice(None), slice(None)
+        if self._spec.tail:
+            self._turning, self._values = slice(-config.rope_dim, None), slice(self._spec.width)
         self._pages = [(parts[0], parts[-1]) for parts in (layer.unbind(1) for layer in kv.unbind(1))]
         self._targets = [(k[..., self._turning], v[..., self._values]) for k, v in self._pages]
         found, places = distinct(kind.ropes)
@@ -131,7 +132,7 @@ class TritonAttention:
         (k_pages, v_pages), turned = self._pages[layer], q
         if self._spec.tail:
             turned, k, v = q[..., self._turning], k[..., self._turning], v[..., self._values]
-        target = Target(*self._targets[layer], step.slots)
+        target = Target(*self._targets[layer], step.slots, self._spec.code)
         rope_write((turned, k, v), step.positions, self._rotation(layer, qk_norm), target, out=turned)
         out = q.new_empty((len(q), num_heads, self._spec.width))
         for kernel, tokens in step.parts:

@@ -26,11 +26,12 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints
+from pdserve.engine.device_pages import PLAIN, DevicePages
 from pdserve.engine.gpu_memory import most_samples
-from pdserve.engine.layer_kinds import by_layer, pool_in, pool_shape, pool_size
+from pdserve.engine.layer_kinds import by_layer, pool_shape
 from pdserve.engine.masks import token_masks
 from pdserve.engine.replays import Replays
-from pdserve.engine.runner import by_chunk, copy_pages, zeroed
+from pdserve.engine.runner import by_chunk, copy_pages
 from pdserve.engine.sampler import Scores, reported_rows, sampled_tokens, score, score_samples
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
@@ -40,7 +41,6 @@ from pdserve.engine.step_inputs import step_inputs
 from pdserve.engine.warm_up_steps import prompt_steps
 from pdserve.kernels.staging import Staging, aligned
 from pdserve.model.family import Model
-from pdserve.model.layer_groups import held_by, layer_groups
 from pdserve.model.sharding import part_of
 from pdserve.model.taps import Tap, Taps
 from pdserve.protocol.sampling import SamplingParams
@@ -97,15 +97,6 @@ class _Sampled:
         return cast("list[int]", self.on_host.tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePart:
-    """What a rank with memory of its own has on its device, and how it learns what the first one has drawn."""
-
-    memory: Tensor  # bytes, zeroed: of pages with its own KV heads alone, one behind the other
-    # Overwrites a tensor with the first rank's; all ranks call it, in one order. None: there are no others.
-    spread: Callable[[Tensor], None] | None = None
-
-
 class CudaRunner:
     """One model, or a rank's part of it, on one GPU, or on a CPU where Triton interprets."""
 
@@ -118,23 +109,18 @@ class CudaRunner:
         page_size: int,
         limits: Limits,
         prompts: PromptAttention | None = None,
-        part: DevicePart | None = None,
+        pages: DevicePages = PLAIN,
     ) -> None:
         """Set up `num_pages` zeroed pages; those of the smallest group of layers have `page_size` tokens.
 
         limits: of the steps to come. prompts: what attends to prompts in place of the kernels, where layers are alike.
-        part: of a rank with memory of its own. If there are several, each starts all steps; the first one samples.
+        pages: how they are kept. If there are several ranks, each starts all steps; the first one samples.
 
         ValueError says what the kernels do not serve of the model or the pages.
         """
         config, device = model.config, model.device
-        self.groups = layer_groups(config, page_size, powers_of_two=True)
-        if part is not None:
-            self.groups = held_by(model.rank, config, self.groups)
-        size = pool_size(config, num_pages, self.groups, config.head_dim)
-        own = None if part is None else part.memory.view(model.dtype)
-        self.kv = zeroed(size, model.dtype, device) if own is None else pool_in(own, size, by_head=True)
-        self.rank, self.spread = model.rank, None if part is None else part.spread
+        self.groups, self.kv, rows = pages.pool_of(model, num_pages, page_size)
+        self.rank, self.spread = model.rank, pages.spread
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
@@ -142,7 +128,7 @@ class CudaRunner:
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
         make = partial(TritonAttention, part_of(config, model.rank), limits.max_model_len, self._sizes, prompts)
         make_states = partial(TritonStates, config, (self._max_tokens, self._sizes[-1]))
-        self._attention = by_layer(make, model, self.kv, self.groups, make_states=make_states)
+        self._attention = by_layer(make, model, self.kv, self.groups, rows, make_states)
         self._inputs = Staging(device, (_NUM_INPUTS + len(self.groups)) * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays[tuple[Tensor, Tensor | None]](device)

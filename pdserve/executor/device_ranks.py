@@ -162,7 +162,8 @@ def _runner(
     model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, pages: tuple[int, Tensor]
 ) -> "CudaRunner":
     # A CPU worker has no need of Triton.
-    from pdserve.engine.runner_cuda import CudaRunner, DevicePart  # noqa: PLC0415
+    from pdserve.engine.device_pages import DevicePages  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
 
     num_pages, memory = pages
-    return CudaRunner(model, num_pages, config.page_size, limits, None, DevicePart(memory, ranks.spread))
+    return CudaRunner(model, num_pages, config.page_size, limits, None, DevicePages(memory, ranks.spread))

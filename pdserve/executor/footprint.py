@@ -110,9 +110,10 @@ def footprint_of(path: Path, **flags: object) -> Footprint:
     drafts = among_ranks(drafts, worker, checkpoint, dtype, quantization)
     weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
     check_library(degrees)
+    code = choose_kv_code(worker.kv_cache_dtype, config)
     if device in KERNEL_DEVICES:
-        check_kernels(device, config, worker.page_size, DTYPES[dtype])
-    kv_dtype = choose_kv_code(worker.kv_cache_dtype, config) or dtype
+        check_kernels(device, config, worker.page_size, DTYPES[dtype], code)
+    kv_dtype = code or dtype
     layout = describe_layout(config, "", worker.page_size, kv_dtype, device)
     if worker.rank_memory == "own":
         check_on_devices(worker, config, weights)

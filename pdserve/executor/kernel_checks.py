@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.layer_groups import layer_groups
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.settings.config import Device, WorkerConfig
 
 if TYPE_CHECKING:
@@ -20,7 +22,9 @@ def choose_interpreter(device: Device) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
-def check_kernels(device: Device, model: ModelConfig, page_size: int, dtype: torch.dtype) -> "list[AttentionSpec]":
+def check_kernels(
+    device: Device, model: ModelConfig, page_size: int, dtype: torch.dtype, code: KvCode | None = None
+) -> "list[AttentionSpec]":
     """Return what attention is asked to do; ConfigError if the kernels do not serve a model, or pages of this size."""
     choose_interpreter(device)
     # A CPU worker has no need of Triton.
@@ -39,7 +43,7 @@ def check_kernels(device: Device, model: ModelConfig, page_size: int, dtype: tor
             if dtype not in DTYPES:
                 raise ValueError(f"dtype must be one of {DTYPES} beside states, got {dtype}")
         specs = [
-            attention_spec(model, scores, group.page_size, 1, dtype)
+            attention_spec(model, scores, group.page_size, 1, KvRows(model.head_dim, dtype, code))
             for group in layer_groups(model, page_size, powers_of_two=True)
             for scores in dict.fromkeys(model.design.scores_of(group.layers))
         ]

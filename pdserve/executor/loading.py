@@ -46,6 +46,7 @@ from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
@@ -104,7 +105,7 @@ def _load(
     is_own = config.rank_memory == "own"
     layout = own_layout(checkpoint.config, layout, config.degrees) if is_own else layout
     if config.device in KERNEL_DEVICES:
-        specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype])
+        specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype], code)
         check_use(config, checkpoint.config, specs, device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
@@ -314,15 +315,17 @@ def _runner(
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
-    from pdserve.engine.runner_cuda import CudaRunner, DevicePart  # noqa: PLC0415
+    from pdserve.engine.device_pages import DevicePages  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
 
     prompts = None
     if config.attention_backend == "flashinfer":
         (scores,) = {each.scores for each in model.config.design.attentions if each}  # `check_use` has seen it
-        spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
+        rows = KvRows(model.config.head_dim, model.dtype)
+        spec = attention_spec(model.config, scores, config.page_size, num_pages, rows)
         prompts = FlashInferPrompts(spec, model.device)
-    part = None if own is None else DevicePart(own.memory)
-    runner = CudaRunner(model, num_pages, config.page_size, limits, prompts, part)
+    kept = DevicePages(None if own is None else own.memory, code=code)
+    runner = CudaRunner(model, num_pages, config.page_size, limits, prompts, kept)
     drafter = drafter_of(guessing, runner, layout.page_size, limits)
     runner.capture()
     return runner, drafter

@@ -149,7 +149,7 @@ class WorkerConfig(ServingConfig):
     kv_cache_dtype: KvCacheDtype = Field(
         "auto",
         description="Type of K and V in pages. auto: that of dtype. fp8_e4m3, int8: a byte a value, with a scale for "
-        "each token and KV head; on a CPU only.",
+        "each token and KV head.",
     )
     quantization: Quantization = Field(
         "auto",
@@ -302,6 +302,8 @@ class WorkerConfig(ServingConfig):
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
         guessed, kv_dtype = self.speculative_config, self.kv_cache_dtype
+        if self.attention_backend == "flashinfer" and kv_dtype != "auto":
+            raise ValueError(f"kv_cache_dtype: {kv_dtype} is not served with attention_backend flashinfer")
         problem = self.degrees.problem(self.device, kv_dtype)
         beside: dict[str, object] = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype}
         beside |= {"role": self.role.value, "attention_backend": self.attention_backend}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention import AttentionSpec
 from pdserve.kernels.attention_plan import Int32s, Ints
+from pdserve.kernels.kv_rows import KvRows
 
 SPARE_PAGES = 3  # belong to no sequence
 OUTSIDE = 1_000_000  # fills the page table past each sequence's pages: reading it is a bug
@@ -45,12 +46,19 @@ class Problem:
         """The K and V views under test: the second layer's."""
         return layer_views(self.kv, 1)
 
+    def read(self, pages: Tensor, page_ids: Sequence[int], num_tokens: int) -> Tensor:
+        """Collect what a sequence's K or V stand for: [heads, num_tokens, head_dim]."""
+        rows = self.spec.rows
+        if rows.code is not None:  # numbers in float32, as the kernels read them
+            rows = KvRows(rows.head_dim, torch.float32, rows.code)
+        return rows.expanded(read_pages(pages, page_ids, num_tokens))
+
     def expected(self) -> Tensor:
         """Compute the answer in float64: [num_tokens, num_heads, head_dim]."""
         spec, start, answers = self.spec, 0, []
         for row, (query_len, kv_len) in enumerate(zip(self.lens.query, self.lens.kv, strict=True)):
             ids = self.page_table[row, : -(-kv_len // spec.page_size)]
-            k, v = (read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
+            k, v = (self.read(pages, ids.tolist(), kv_len).double() for pages in self.pages)
             v = v[..., : spec.width]
             q = self.q[start : start + query_len].double()
             scoring = reference.Scoring(spec.scale, spec.window, spec.soft_cap, self.sinks)
@@ -100,7 +108,14 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
     q_shape = (sum(lens.query), spec.num_heads, spec.head_dim)
     q = torch.randn(q_shape, generator=random, device=device).to(spec.dtype)
     sinks = torch.randn(spec.num_heads, generator=random, device=device) * 3 if spec.has_sinks else None
-    return Problem(spec, lens, table, q, kv.to(spec.dtype), sinks)
+    return Problem(spec, lens, table, q, kv.to(spec.dtype) if spec.code is None else coded(spec, kv), sinks)
+
+
+def coded(spec: AttentionSpec, kv: Tensor) -> Tensor:
+    """Return pages with coded rows; where no values were written, the scale is NaN, and codes are the greatest."""
+    rows = spec.rows.packed(kv)
+    rows[..., : spec.head_dim].masked_fill_(kv.isnan(), 0x7E)
+    return rows
 
 
 def layer_views(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,10 @@ from gpu_engine import (
 from gpu_models import OneByOne, drive
 from gpu_report import Case, Row
 
+from pdserve.engine.device_pages import DevicePages
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, DevicePart
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.rank_group import GroupRanks, device_of_rank
@@ -173,7 +174,7 @@ def _rank(index: int, family: str, is_dry: bool, store: str) -> tuple[GroupRanks
     heads = rank.kv_heads(config.num_kv_heads)
     page_elements = config.num_layers * 2 * (heads.stop - heads.start) * CHECK_PAGE_SIZE * config.head_dim
     memory = torch.zeros(CHECK_PAGES * page_elements * 4, dtype=torch.uint8, device=ranks.device)
-    part = DevicePart(memory, ranks.spread)
+    part = DevicePages(memory, ranks.spread)
     runner = CudaRunner(model, CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS, None, part)
     if not is_dry:
         runner.capture()  # each rank for itself: all capture the same steps, in one order

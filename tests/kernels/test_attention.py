@@ -204,3 +204,20 @@ def test_the_whole_grid_is_right(heads: tuple[int, int], head_dim: int, page_siz
     prefill_case = make(heads, head_dim, page_size, Lens((1, page_size - 1, 5, 2, 17), kv), window=window)
     assert prefill_error(prefill_case) <= 7.5e-3
     assert decode_error(make(heads, head_dim, page_size, Lens((1,) * 5, kv), window=window)) <= 7.5e-3
+
+
+CODES = ["int8", "fp8_e4m3"]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("heads", "head_dim", "page_size"), [((4, 4), 64, 16), ((8, 1), 128, 64), ((9, 3), 80, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_coded_rows_are_attended_to_as_what_they_stand_for(
+    heads: tuple[int, int], head_dim: int, page_size: int, dtype: torch.dtype, code: str
+) -> None:
+    tolerance = TOLERANCE[torch.float32 if dtype == torch.float32 else torch.bfloat16]  # the type of weights for values
+    kv = tuple(edge_lens(page_size))
+    lens = Lens((1, page_size - 1, 5, 2, 17), kv)
+    assert prefill_error(make(heads, head_dim, page_size, lens, dtype=dtype, code=code)) <= tolerance
+    single = Lens((1,) * len(kv), kv)
+    assert decode_error(make(heads, head_dim, page_size, single, dtype=dtype, code=code)) <= tolerance

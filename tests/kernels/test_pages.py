@@ -3,10 +3,13 @@
 import pytest
 import reference_kernels as reference
 import torch
+from coded_rows import hard_rows
 from gpu_problem import layer_views, write_pages
 
 from pdserve.kernels import pageio
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.pageio import Rotation, Target
+from pdserve.protocol.kvlayout import KvCode
 
 # The interpreter cuts off what the hardware rounds: allow a whole step of the format, not half of one.
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
@@ -45,6 +48,30 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
     for pages, rows in zip(layer_views(want, 1), (want_k, want_v), strict=True):
         write_pages(pages, rows[stays], slots[stays])
     assert_close(kv, want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times zero, turned
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 80), (torch.float16, 128)])
+def test_coded_rows_have_the_bytes_that_torch_writes(code: KvCode, dtype: torch.dtype, head_dim: int) -> None:
+    rows, given = KvRows(head_dim, dtype, code), hard_rows(head_dim, dtype)
+    k, v = (
+        given[: len(given) // 2 * 2].view(-1, 2, head_dim),
+        given.flip(0)[: len(given) // 2 * 2].view(-1, 2, head_dim),
+    )
+    num_tokens, num_pages = len(k), -(-len(k) // 16) + 1
+    kv = torch.full((num_pages, 2, 2, 2, 16, rows.width), 0x55, dtype=torch.uint8)
+    want = kv.clone()
+    slots = torch.randperm(num_pages * 16, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    slots[3] = num_pages * 16  # padding
+    unturned = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), 1)
+    target = Target(*layer_views(kv, 1), slots, code)
+    pageio.rope_write((torch.zeros_like(k), k, v), torch.zeros(num_tokens).int(), Rotation(unturned), target)
+    stays = slots < num_pages * 16
+    for pages, values in zip(layer_views(want, 1), (k, v), strict=True):
+        write_pages(pages, rows.packed(values)[stays], slots[stays])
+    assert torch.equal(kv, want)
 
 
 def test_rope_without_norm_may_run_in_place() -> None:

@@ -14,7 +14,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from pdserve.base.ids import PageId
-from pdserve.engine.runner_cuda import CudaRunner, DevicePart
+from pdserve.engine.device_pages import DevicePages
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.loading import describe_layout
@@ -87,7 +88,7 @@ def turned_ranks(
             model = load_rank(config, weights, torch.float32, ranks)
         memory = torch.zeros(num_pages * rank_page_bytes(layout, ranks.rank), dtype=torch.uint8)
         ranks.join(store, LIMIT_S)
-        return CudaRunner(model, num_pages, PAGE_SIZE, limits, None, DevicePart(memory, ranks.spread))
+        return CudaRunner(model, num_pages, PAGE_SIZE, limits, None, DevicePages(memory, ranks.spread))
 
     try:
         with mock.patch.object(loading, "ops_for", return_value=CudaOps()), ThreadPoolExecutor(size) as threads:

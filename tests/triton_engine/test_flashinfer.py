@@ -25,6 +25,7 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
 from pdserve.kernels.attention import AttentionSpec
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.settings.config import WorkerConfig
@@ -148,8 +149,9 @@ def test_an_engine_whose_prompts_it_computes_draws_the_same_tokens() -> None:
     weights = scaled(dummy_weights(config))
     model = load_model(config, weights, torch.float32)
     prompts = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 40)]
+    rows = KvRows(config.head_dim, model.dtype)
     prompts_attention = FlashInferPrompts(
-        attention_spec(config, config.design.layers[0].attention.scores, PAGE_SIZE, NUM_PAGES, model.dtype), CPU
+        attention_spec(config, config.design.layers[0].attention.scores, PAGE_SIZE, NUM_PAGES, rows), CPU
     )
     runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS, prompts_attention)
     expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 2, chunk_tokens=25)
