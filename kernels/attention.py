@@ -307,7 +307,8 @@ def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tu
     if spec.tail > 0:
         return tuning.latent_tile(chip, spec.dtype.itemsize, None if size is None else spec.group)
     if size is None:
-        return tuning.prefill_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size)
+        is_coded = spec.code is not None
+        return tuning.prefill_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size, is_coded=is_coded)
     rows = max(16, 1 << (spec.group - 1).bit_length())
     return tuning.decode_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size, rows)
 

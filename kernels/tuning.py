@@ -48,6 +48,13 @@ PREFILL = {
 }
 # For pages smaller than a tile's keys, if PREFILL's tile would spill: their ids take registers.
 SMALL_PAGES_PREFILL = {(9, 128): Tile(128, 64, 8, 3)}
+# For coded K and V, where PREFILL's tile would spill: numbers of a tile take registers on their way to the products.
+CODED_PREFILL = {
+    (9, 64): Tile(128, 32, 8, 3, 2, 128),
+    (9, 128): Tile(64, 64, 4, 3, 2),
+    (10, 64): Tile(128, 64, 8, 3),
+    (8, 128): Tile(128, 32, 8, 2),
+}
 # (capability major, head_dim rounded up, rows) -> tile; a row is a query of one head.
 DECODE = {
     (9, 64, 16): Tile(16, 64, 4, 4, 2),
@@ -76,12 +83,17 @@ def latent_tile(device: Device, kv_bytes: int, rows: int | None) -> Tile:
     return next((tile for tile in tiles if rows is not None and rows <= tile.block_m), tiles[-1])
 
 
-def prefill_tile(device: Device, block_d: int, kv_bytes: int, page_size: int) -> Tile:
-    """Return the tile for many queries. block_d: head_dim rounded up to a power of two; kv_bytes: of an element."""
+def prefill_tile(device: Device, block_d: int, kv_bytes: int, page_size: int, *, is_coded: bool = False) -> Tile:
+    """Return the tile for many queries. block_d: head_dim rounded up to a power of two; kv_bytes: of an element.
+
+    is_coded: rows are bytes, and elements what they become.
+    """
     if kv_bytes == 4:  # float32 is served for exactness, not speed
         return Tile(16, 16, 4, 1, 2)
     key = _family(device), max(64, block_d)
     tile = PREFILL[key]
+    if is_coded:
+        return CODED_PREFILL.get(key, tile)
     return SMALL_PAGES_PREFILL.get(key, tile) if page_size < tile.block_n else tile
 
 

@@ -206,12 +206,27 @@ def test_the_whole_grid_is_right(heads: tuple[int, int], head_dim: int, page_siz
     assert decode_error(make(heads, head_dim, page_size, Lens((1,) * 5, kv), window=window)) <= 7.5e-3
 
 
-CODES = ["int8", "fp8_e4m3"]
+CODES, LONG = ["int8", "fp8_e4m3"], pytest.mark.long
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(("heads", "head_dim", "page_size"), [((4, 4), 64, 16), ((8, 1), 128, 64), ((9, 3), 80, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_coded_rows_go_with_windows_caps_and_sinks(code: str) -> None:
+    fields = {"dtype": torch.float32, "window": 20, "soft_cap": 5.0, "has_sinks": True, "code": code}
+    assert prefill_error(make((4, 2), 64, 16, Lens((3, 20), (3, 70)), **fields)) <= 1e-5
+    assert decode_error(make((4, 2), 64, 16, Lens((1, 1), (3, 70)), **fields)) <= 1e-5
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size"),
+    [
+        ((9, 3), 80, 16),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (((4, 4), 64, 16), ((8, 1), 128, 64))),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=LONG), pytest.param(torch.float16, marks=LONG)]
+)
 def test_coded_rows_are_attended_to_as_what_they_stand_for(
     heads: tuple[int, int], head_dim: int, page_size: int, dtype: torch.dtype, code: str
 ) -> None:

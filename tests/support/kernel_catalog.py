@@ -14,6 +14,7 @@ from pdserve.kernels.attention_plan import Ints
 from pdserve.kernels.code_blocks import BLOCK, CodeBlocks, Kind
 from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
 from pdserve.kernels.tuning import Device
+from pdserve.protocol.kvlayout import KvCode
 
 CHIPS = {
     80: Device((8, 0), 108),  # A100
@@ -62,6 +63,8 @@ def attention_specs() -> dict[str, AttentionSpec]:
         "d256 window and cap": replace(LLAMA, head_dim=256, num_heads=8, num_kv_heads=4, window=4096, soft_cap=50.0),
         **{f"latents, {heads} heads": replace(LATENTS, num_heads=heads) for heads in (16, 20, 128)},
         "d64 window and sinks": replace(LLAMA, head_dim=64, window=128, has_sinks=True),  # GPT-OSS
+        "d128 int8": replace(LLAMA, code="int8"),
+        **{f"d{dim} fp8_e4m3": replace(LLAMA, head_dim=dim, code="fp8_e4m3") for dim in (64, 128, 256)},
     }
 
 
@@ -69,6 +72,8 @@ def page_cases() -> list[Case]:
     """List the kernels that write and move pages."""
     return [
         Case("rope and write", lambda chip: _rope_write(normed=False), hot=True),
+        Case("rope and write int8", lambda chip: _rope_write(normed=False, code="int8"), hot=True),
+        Case("rope and write fp8_e4m3", lambda chip: _rope_write(normed=False, code="fp8_e4m3"), hot=True),
         Case("norm, rope and write", lambda chip: _rope_write(normed=True), hot=True),
         Case("rope and write latents", lambda chip: _latents_write(), hot=True),
         Case("digest pages", lambda chip: pageio.page_digests(_kv(LLAMA), _ids(ROWS)), hot=True),
@@ -238,7 +243,8 @@ def _ids(count: int) -> Tensor:
 
 def _kv(spec: AttentionSpec) -> Tensor:
     parts = 2 if spec.tail == 0 else 1
-    return _empty(spec.num_pages, 32, parts, spec.num_kv_heads, spec.page_size, spec.head_dim, dtype=spec.dtype)
+    shape = (spec.num_pages, 32, parts, spec.num_kv_heads, spec.page_size, spec.rows.width)
+    return _empty(*shape, dtype=spec.rows.pool_dtype)
 
 
 def _pool(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -246,11 +252,11 @@ def _pool(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     return parts[0], parts[-1]
 
 
-def _rope_write(*, normed: bool) -> Tensor:
+def _rope_write(*, normed: bool, code: KvCode | None = None) -> Tensor:
     qkv = _empty(ROWS, 80, 128).split([64, 8, 8], dim=1)
     weight = _empty(128) if normed else None
     rotation = pageio.Rotation(_empty(4096, 128, dtype=torch.float32), q_norm=weight, k_norm=weight)
-    target = pageio.Target(*_pool(LLAMA), _ids(ROWS))
+    target = pageio.Target(*_pool(replace(LLAMA, code=code)), _ids(ROWS), code)
     return pageio.rope_write((qkv[0], qkv[1], qkv[2]), _ids(ROWS), rotation, target)
 
 
