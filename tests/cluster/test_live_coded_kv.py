@@ -30,11 +30,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama3", tmp_path_factory.mktemp("model"))
 
 
-def expected(model: Path, code: KvCode | None, asked: list[int]) -> list[int]:
+def expected(model: Path, code: KvCode | None, asked: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     """Return the answer of one engine."""
     checkpoint = open_directory(model)
     engine = LoneEngine(load_model(checkpoint.config, checkpoint.weights(), torch.float32), (), 1000, code)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     assert not engine.is_tied(asked, params), "the test needs another prompt"
     return list(engine.answer(asked, params)[0])
 
@@ -65,6 +65,22 @@ def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, 
     assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
     pages = -(-152 // 16)
     assert answers[0].ledger.handoff_bytes == pages * 3 * 2 * 2 * 16 * (16 + 4)  # a row: 16 codes and a scale
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+def test_engines_of_gpus_hand_over_coded_pages(tmp_path: Path, model: Path, code: KvCode) -> None:
+    """Triton's interpreter computes: a step takes seconds."""
+    asked, count = prompt(45), 6
+    few = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "64")
+    flags = ("--dtype", "float32", "--num-threads", "1", *few, "--device", "interpreter", "--kv-cache-dtype", code)
+    with live_cluster(tmp_path, model, *flags) as cluster:
+        answers = [cluster.generate(greedy(asked, count)) for _ in range(2)]
+        status = cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
+    assert [answer.tokens[0] for answer in answers] == [expected(model, code, asked, count)] * 2
+    assert answers[1].usage.cached_tokens >= 32
+    assert {worker.registration.layout.dtype for worker in status.workers} == {code}
+    assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.attention_plan import Ints
 from pdserve.kernels.tuning import Tile
+from pdserve.protocol.kvlayout import KvCode
 
+CODES: tuple[KvCode, ...] = ("int8", "fp8_e4m3")
 PREFILL_LAYERS = 4  # pages of several layers, as an engine has: strides matter, and calls rotate over them
 DECODE_LAYERS = 32  # as many as an 8B model has: the tiles of a layer then lie megabytes apart
 PEER_SETS = 4  # of contiguous keys and values
@@ -67,7 +69,7 @@ class Load:
     @property
     def gigabytes(self) -> float:
         """Return those of the keys and values that it reads."""
-        per_key = _parts(self.spec) * self.spec.num_kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
+        per_key = _parts(self.spec) * self.spec.num_kv_heads * self.spec.rows.row_bytes
         return 1e-9 * self.shape.batch * self.shape.keys * per_key
 
 
@@ -111,6 +113,7 @@ PREFILLS = [
     Load("8/1 d128", SHARD, Shape(1, 256, 131072)),
     Load("16/8 d128", QWEN, Shape(4, 1024, 1024)),
     Load("32/8 d64", SMALL_HEADS, _GOALS[0]),
+    *(Load(f"64/8 d128 {code}", replace(LLAMA, code=code), _GOALS[0]) for code in CODES),
 ]
 DECODES = [
     Load("32/8 d128", EIGHT_B, Shape(32, 1, 8192)),
@@ -121,6 +124,8 @@ DECODES = [
     Load("8/1 d128", SHARD, Shape(1, 1, 131072)),
     Load("64/8 d128", LLAMA, Shape(32, 1, 8192)),
     Load("64/8 d128 16-slot pages", SMALL_PAGES, Shape(32, 1, 8192)),
+    *(Load(f"32/8 d128 {code}", replace(EIGHT_B, code=code), Shape(32, 1, 8192)) for code in CODES),
+    *(Load(f"32/8 d128 {code}", replace(EIGHT_B, code=code), Shape(256, 1, 1024)) for code in CODES),
 ]
 OF_LATENTS = [
     Load("latents, 16 heads", LATENTS, Shape(32, 1, 8192)),
@@ -137,7 +142,7 @@ DRY_PREFILLS = [
     Load("dry", DRY, Shape(1, 3, 20)),
     Load("dry, a tile", DRY, Shape(1, 3, 20), Tile(16, 16, 4, 2)),
 ]
-DRY_DECODES = [Load("dry", DRY, Shape(2, 1, 20))]
+DRY_DECODES = [Load("dry", DRY, Shape(2, 1, 20)), Load("dry int8", replace(DRY, code="int8"), Shape(2, 1, 20))]
 
 
 def prefill_loads(device: Device) -> list[Load]:
@@ -168,7 +173,8 @@ def prefill(device: Device) -> Iterator[Case]:
     """Time prefill; the rate is that of the causal half."""
     for load in prefill_loads(device):
         name = f"{load.name} {load.shape.queries}@{load.shape.keys} x{load.shape.batch}"
-        yield name, partial(_time, device, load, name, load.tera_operations, "TFLOP/s", has_peers=load.tile is None)
+        has_peers = load.tile is None and load.spec.code is None
+        yield name, partial(_time, device, load, name, load.tera_operations, "TFLOP/s", has_peers=has_peers)
 
 
 def decode(device: Device) -> Iterator[Case]:
@@ -176,7 +182,7 @@ def decode(device: Device) -> Iterator[Case]:
     loads = decode_loads(device)
     for load in loads:
         name = f"{load.name} {load.shape.batch} x {load.shape.keys}"
-        yield name, partial(_time, device, load, name, load.gigabytes, "GB/s", has_peers=True)
+        yield name, partial(_time, device, load, name, load.gigabytes, "GB/s", has_peers=load.spec.code is None)
     for load in loads[: device.sized(4, 1)]:
         yield "combine", partial(_kernels, device, load, f"kernels of {load.shape.batch} x {load.shape.keys}")
 
@@ -187,8 +193,10 @@ def tune(device: Device) -> Iterator[Case]:
     cases = [
         ("prefill d128", LLAMA, long_prompt, PREFILL_TILES),
         ("prefill d64", SMALL_HEADS, long_prompt, PREFILL_TILES),
+        ("prefill d128 int8", replace(LLAMA, code="int8"), long_prompt, PREFILL_TILES),
         ("prefill d128 16-slot pages", SMALL_PAGES, long_prompt, PREFILL_TILES),
         ("decode d128", LLAMA, batch, DECODE_TILES),
+        ("decode d128 int8", replace(LLAMA, code="int8"), batch, DECODE_TILES),
         ("prefill latents", LATENTS, long_prompt, LATENT_TILES),
         ("decode latents", LATENTS, batch, LATENT_TILES),
     ]
@@ -270,8 +278,14 @@ def _pool(
     """Fill a pool with random keys and values on scattered pages."""
     columns = -(-shape.keys // spec.page_size)
     spec = replace(spec, num_pages=shape.batch * columns)
-    sizes = (spec.num_pages, num_layers, _parts(spec), spec.num_kv_heads, spec.page_size, spec.head_dim)
-    kv = torch.empty(sizes, dtype=spec.dtype, device=device.torch).normal_()
+    sizes = (spec.num_pages, num_layers, _parts(spec), spec.num_kv_heads, spec.page_size)
+    rows = spec.rows
+    kv = torch.empty((*sizes, rows.width), dtype=rows.pool_dtype, device=device.torch)
+    if rows.code is None:
+        kv.normal_()
+    else:
+        for page in kv:  # float32 in between takes room
+            page.copy_(rows.packed(torch.randn((*page.shape[:-1], spec.head_dim), device=device.torch)))
     order = np.random.default_rng(0).permutation(spec.num_pages).astype(np.int32)
     return spec, kv, order.reshape(shape.batch, columns)
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from pdserve.kernels import pageio, rng, sample
 from pdserve.kernels.attention import PagedAttention, StepSize
+from pdserve.kernels.kv_rows import KvRows
+from pdserve.protocol.kvlayout import KvCode
 
 HALF = 7.5e-3
 NEAR_TIES = 1.0  # rows of 100 that may differ: logarithms are not rounded alike everywhere
@@ -61,6 +63,7 @@ def _dry() -> list[Check]:
     lens = Lens((2, 1), (9, 5))
     return [
         Check("prefill", partial(_prefill_error, (2, 1), 16, 16, lens), HALF),
+        Check("prefill int8", partial(_prefill_error, (2, 1), 16, 16, lens, code="int8"), HALF),
         Check("decode", partial(_decode_error, (2, 1), 16, 16, Lens((1, 1), (9, 5))), HALF),
         *_others(),
     ]
@@ -87,6 +90,12 @@ def _attention() -> Iterator[Check]:
         yield Check(f"prefill latents, {num_heads} heads", for_heads, HALF)
         for_heads = partial(_decode_error, (num_heads, 1), 576, 64, singles, value_dim=512)
         yield Check(f"decode latents, {num_heads} heads", for_heads, HALF)
+    for code in ("int8", "fp8_e4m3"):
+        for heads, dim in (((8, 2), 128), ((9, 3), 64), ((4, 4), 256)):
+            coded = partial(_prefill_error, heads, dim, 64, chunks, code=code)
+            yield Check(f"prefill {code} d{dim}", coded, HALF)
+            coded = partial(_decode_error, heads, dim, 64, singles, code=code)
+            yield Check(f"decode {code} d{dim}", coded, HALF)
     float32 = Lens((40, 5), (500, 70))
     yield Check("prefill float32", partial(_prefill_error, (8, 2), 128, 64, float32, dtype=torch.float32), 1e-5)
     yield Check("prefill few heads, long", partial(_prefill_error, (8, 1), 128, 64, Lens((256,), (65536,))), HALF)
@@ -97,6 +106,8 @@ def _others() -> list[Check]:
         Check("rms norm", _norm_error, 2.0**-8),
         Check("silu mul", _silu_error, 2.0**-8),
         Check("norm, rope and write bf16", _write_error, 2.0**-7),
+        Check("write int8", partial(_num_wrong_bytes, "int8"), 0.0),
+        Check("write fp8_e4m3", partial(_num_wrong_bytes, "fp8_e4m3"), 0.0),
         Check("page digests", _num_wrong_digests, 0.0),
         Check("sampled tokens", _num_wrong_tokens, NEAR_TIES),
     ]
@@ -165,6 +176,21 @@ def _write_error(device: Device) -> float:
     for pages, values in zip(problem.layer_views(want, 1), (turned.float(), v.float()), strict=True):
         problem.write_pages(pages, values, slots)
     return _gap(got.float(), want.float())
+
+
+def _num_wrong_bytes(code: KvCode, device: Device) -> float:
+    """Count bytes of coded rows that are not those that torch makes on the CPU."""
+    count, rows = device.sized(333, 5), KvRows(128, device.half, code)
+    pool = torch.zeros((40, 2, 2, 8, 64, rows.width), dtype=torch.uint8, device=device.torch)
+    wanted, sizes = pool.cpu(), torch.exp2(torch.randint(-20, 20, (count, 48, 1), device=device.torch).float())
+    q, k, v = (torch.randn((count, 48, 128), device=device.torch) * sizes).to(device.half).split([32, 8, 8], dim=1)
+    unturned = torch.cat((torch.ones((1, 64)), torch.zeros((1, 64))), 1).to(device.torch)
+    positions, slots = torch.zeros(count, dtype=torch.int32), torch.randperm(400)[:count]
+    target = pageio.Target(*problem.layer_views(pool, 1), slots.to(device.torch), code)
+    pageio.rope_write((q, k, v), positions.to(device.torch), pageio.Rotation(unturned), target)
+    for pages, values in zip(problem.layer_views(wanted, 1), (k, v), strict=True):
+        problem.write_pages(pages, rows.packed(values.cpu()), slots)
+    return float((pool.cpu() != wanted).sum())
 
 
 def _num_wrong_digests(device: Device) -> float:

@@ -22,7 +22,7 @@ STATES = "delta net|state space|short convolution"
 ROWS = "rope and write|digest|rms norm|silu|sample|count|experts of 16 rows$|AWQ of (1|4096) rows$"
 WANTED = {  # one of each kernel; the report has all
     80: f"(prefill|decode) (d128|latents, 16 heads)$|write latents|{STATES}|{ROWS}",
-    90: f"d128$|d128 16-slot|window$|latents|float32|{STATES}|{ROWS}|"
+    90: f"d128$|d128 (16-slot|fp8)|window$|latents|float32|{STATES}|{ROWS}|"
     "(FP8 (blocks|outputs)|W8A8) of 64 rows|MXFP4 of 64 rows",
     100: f"(prefill|decode) (d128|latents, 128 heads)$|{STATES}|rope and write|sample|experts of 4096|"
     "FP8 blocks of 4096 rows",

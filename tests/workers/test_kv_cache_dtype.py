@@ -68,8 +68,6 @@ def test_models_check_takes_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"device": "cuda"}, "kv_cache_dtype: int8 is served on a CPU, not on cuda"),
-        ({"device": "interpreter"}, "kv_cache_dtype: int8 is served on a CPU, not on interpreter"),
         (
             {"device": "cuda", "tensor_parallel_size": 2},
             "kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on cuda",
@@ -78,6 +76,8 @@ def test_models_check_takes_the_flag(tmp_path: Path) -> None:
             {"device": "interpreter", "tensor_parallel_size": 2},
             "kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on interpreter",
         ),
+        ({"device": "cuda", "attention_backend": "flashinfer"}, "kv_cache_dtype: int8 is not served with attention_b"),
+        ({"device": "cuda", "rank_memory": "own"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
     ],
 )
 def test_what_no_worker_does_so_is_refused_by_its_key(
@@ -114,11 +114,17 @@ def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, ke
         footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype="int8")
 
 
-def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path) -> None:
+def test_a_gpus_pages_are_counted_with_these_bytes(tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
-    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served on a CPU, not on interpreter"):
-        footprint_of(tmp_path, device="interpreter", dtype="float32", kv_cache_dtype="int8")
-    two = {"device": "interpreter", "tensor_parallel_size": 2, "kv_cache_dtype": "int8"}
+    given: dict[str, object] = {"device": "cuda", "dtype": "bfloat16"}
+    plain, coded = (footprint_of(tmp_path, **given, kv_cache_dtype=code) for code in ("auto", "fp8_e4m3"))
+    assert coded.kv_dtype == "fp8_e4m3"
+    assert coded.page_bytes * 32 * 2 == plain.page_bytes * (32 + 4)
+
+
+def test_ranks_are_refused_by_models_check(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    two: dict[str, object] = {"device": "interpreter", "tensor_parallel_size": 2, "kv_cache_dtype": "int8"}
     with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on interpreter"):
         footprint_of(tmp_path, dtype="float32", **two)
 
