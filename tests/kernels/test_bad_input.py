@@ -52,6 +52,7 @@ def test_a_spec_names_the_field_it_does_not_serve(field: str, value: object) -> 
         ("value_dim", {"window": 5}),
         ("value_dim", {"soft_cap": 5.0}),
         ("value_dim", {"has_sinks": True}),
+        ("value_dim", {"code": "int8"}),
     ],
 )
 def test_a_spec_of_latent_rows_names_what_it_does_not_serve(field: str, value: object) -> None:
@@ -65,6 +66,17 @@ def test_latent_rows_are_given_once() -> None:
     attention.plan(*LENS.arrays, TABLE)
     with pytest.raises(ValueError, match=r"^v must be k"):
         attention.run(torch.zeros((3, 4, 48), dtype=torch.bfloat16), rows, rows.clone())
+
+
+def test_coded_rows_are_bytes_that_begin_at_words() -> None:
+    attention = PagedAttention(replace(SPEC, code="int8"), "cpu")
+    attention.plan(*LENS.arrays, TABLE)
+    q, rows = torch.zeros((3, SPEC.num_heads, 64), dtype=torch.bfloat16), torch.zeros((8, 2, 2, 16, 68))
+    with pytest.raises(ValueError, match=r"^k must be one of \[torch.uint8\]"):
+        attention.run(q, *rows.unbind(1))
+    shifted = torch.zeros((8, 2, 2, 16, 70), dtype=torch.uint8)[..., :68]
+    with pytest.raises(ValueError, match=r"^k must have rows at multiples of 4 bytes"):
+        attention.run(q, *shifted.unbind(1))
 
 
 def planned() -> tuple[PagedAttention, Tensor, Tensor, Tensor]:
