@@ -12,9 +12,9 @@ from pdserve.checkpoint.open import check_model
 from pdserve.executor.draft_loading import among_ranks, draft_bytes, open_drafts, with_room
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.kernel_checks import check_kernels
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import layout_of
 from pdserve.executor.memory import available_bytes
-from pdserve.executor.rank_memory import check_on_devices, num_copies, own_layout, rank_page_bytes
+from pdserve.executor.rank_memory import check_on_devices, num_copies, rank_page_bytes
 from pdserve.executor.rank_sums import check_library
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
@@ -113,11 +113,9 @@ def footprint_of(path: Path, **flags: object) -> Footprint:
     code = choose_kv_code(worker.kv_cache_dtype, config)
     if device in KERNEL_DEVICES:
         check_kernels(device, config, worker.page_size, DTYPES[dtype], code)
-    kv_dtype = code or dtype
-    layout = describe_layout(config, "", worker.page_size, kv_dtype, device)
     if worker.rank_memory == "own":
         check_on_devices(worker, config, weights)
-        layout = own_layout(config, layout, degrees)
+    layout = layout_of(worker, config, code or dtype)
     is_apart = degrees.num_ranks > 1 and (device == "cuda" or degrees.nodes > 1)
     rank_shares = shares(config, degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
@@ -141,7 +139,7 @@ def footprint_of(path: Path, **flags: object) -> Footprint:
         head_dim=config.head_dim,
         windows=config.windows,
         state_bytes=STATE_BYTES * sum(config.design.state_sizes),
-        kv_dtype=kv_dtype,
+        kv_dtype=layout.dtype,
         token_bytes=layout.token_bytes,
         page_sizes=layout.page_sizes,
         page_bytes=layout.page_bytes,

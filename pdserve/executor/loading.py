@@ -38,22 +38,21 @@ from pdserve.executor.form import (
     load_form,
 )
 from pdserve.executor.kernel_checks import check_kernels, check_use
+from pdserve.executor.layouts import layout_of
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
-from pdserve.executor.rank_memory import num_copies, own_layout, own_pages, rank_page_bytes, region_of
+from pdserve.executor.rank_memory import num_copies, own_pages, rank_page_bytes, region_of
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.kv_rows import KvRows
-from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Rank
-from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest, coded_as
-from pdserve.settings.config import Device, WorkerConfig
+from pdserve.protocol.kvlayout import KvCode, KvLayout, coded_as
+from pdserve.settings.config import WorkerConfig
 from pdserve.settings.processor import allocator_problem, read_cpu_info
 
 if TYPE_CHECKING:
@@ -100,10 +99,7 @@ def _load(
         )
     check_divides(checkpoint.config, config.degrees)
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
-    named = weights_hash(form, drafts)
-    layout = describe_layout(checkpoint.config, named, config.page_size, code or form.dtype, config.device)
-    is_own = config.rank_memory == "own"
-    layout = own_layout(checkpoint.config, layout, config.degrees) if is_own else layout
+    layout = layout_of(config, checkpoint.config, code or form.dtype, weights_hash(form, drafts))
     if config.device in KERNEL_DEVICES:
         specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype], code)
         check_use(config, checkpoint.config, specs, device)
@@ -128,7 +124,9 @@ def _load(
         beside = bytes_beside(model, drafts, guessing, limits, layout)
         num_pages = _pages_beside(model, config, checkpoint, layout.page_bytes, beside)
     limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
-    own = RankPages(zeroed((num_pages * layout.page_bytes,), torch.uint8, device), are_own=True) if is_own else None
+    own = None
+    if config.rank_memory == "own":
+        own = RankPages(zeroed((num_pages * layout.page_bytes,), torch.uint8, device), are_own=True)
     runner, drafter = _runner((model, guessing), (num_pages, layout, own), config, limits, code)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
@@ -182,37 +180,6 @@ def fitting_of(
         return _pages_beside(model, config, checkpoint, rank_page_bytes(layout, model.rank), beside)
 
     return Fitting(layout, num_pages, limits, room)
-
-
-def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:
-    """Return how pages of a model lie in memory; ConfigError where routers would refuse them.
-
-    weights_hash: of what fills them. dtype: of K and V in pages.
-    """
-    first, *others = layer_groups(model, page_size, powers_of_two=device in KERNEL_DEVICES)
-    layout = KvLayout(
-        weights_hash=weights_hash,
-        num_layers=first.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        page_size=first.page_size,
-        dtype=dtype,
-        page_digest=page_digest(device),
-        others=tuple([_kv_group(of, model) for of in others]),
-        kv_parts=model.kv_parts,
-    )
-    layout.check()
-    return layout
-
-
-def _kv_group(of: LayerGroup, model: ModelConfig) -> KvGroup:
-    heads = (model.num_kv_heads, model.head_dim)
-    return KvGroup(of.name, len(of.layers), *heads, of.page_size, of.window, model.kv_parts, of.state_elements)
-
-
-def page_digest(device: Device) -> PageDigest:
-    """Return what digests of pages are taken with: what is quick where the pages are."""
-    return "splitmix64" if device == "cuda" else "xxh3"
 
 
 def engine_device(config: WorkerConfig) -> torch.device:

@@ -11,7 +11,8 @@ from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.draft_loading import open_divided, with_room
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, choose_kv_code, load_form
 from pdserve.executor.kernel_checks import choose_interpreter
-from pdserve.executor.loading import describe_layout, fitting_of
+from pdserve.executor.layouts import describe_layout
+from pdserve.executor.loading import fitting_of
 from pdserve.executor.node_ranks import NodeRanks, join_group
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, plan_of
 from pdserve.executor.rank_memory import mapped_pages, new_pages, own_layout, region_of

@@ -7,7 +7,7 @@ import pytest
 from live_cluster import greedy, is_idle, live_cluster
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.protocol.paging import PageOrder
 

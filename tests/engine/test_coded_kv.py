@@ -30,7 +30,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.engine.verification import verifying
 from pdserve.executor.failing import Isolating
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model

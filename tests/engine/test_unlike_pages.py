@@ -10,7 +10,7 @@ from small_models import small_config, small_model
 from pdserve.base.ids import PageId
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.kvtransfer.conversion import conversion_between
 from pdserve.model.family import Model
 from pdserve.protocol.kvlayout import KvCode, KvLayout

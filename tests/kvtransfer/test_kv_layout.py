@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.base.errors import ConfigError, ProtocolError
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.link import MAX_KV_GROUPS, layout_from_proto, layout_to_proto

@@ -21,7 +21,7 @@ from pdserve.engine.offline import TIED_CODED
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.form import untried_kind
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.kvtransfer.conversion import conversion_between
 from pdserve.model.config import ModelConfig

@@ -20,7 +20,7 @@ from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
 from pdserve.executor.kernel_checks import check_kernels, check_use
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model

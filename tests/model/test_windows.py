@@ -18,7 +18,7 @@ from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.layer_kinds import pages_of, paging_of, pool_size
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import KERNEL_DEVICES
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.executor.rank_memory import own_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model

@@ -15,7 +15,7 @@ from pdserve.base.ids import Attempt, Incarnation, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.kvtransfer import doors
 from pdserve.model.config import ModelConfig
 from pdserve.protocol.kvlayout import KvLayout

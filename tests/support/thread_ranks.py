@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.engine.runner import RankPages, Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.executor.rank_sums import ranks_of, slots_bytes
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig

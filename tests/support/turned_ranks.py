@@ -18,7 +18,7 @@ from pdserve.engine.device_pages import DevicePages
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.executor.rank_group import GroupRanks
 from pdserve.executor.rank_memory import new_pages, rank_page_bytes
 from pdserve.model import loading

@@ -13,7 +13,7 @@ from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.offline import TIED_CODED
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.kvtransfer.conversion import conversion_between
 from pdserve.model.loading import load_model
 from pdserve.protocol.kvlayout import KvCode

@@ -19,7 +19,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.engine.verification import verifying
 from pdserve.executor.kernel_checks import check_kernels
-from pdserve.executor.loading import describe_layout
+from pdserve.executor.layouts import describe_layout
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.protocol.kvlayout import KvCode

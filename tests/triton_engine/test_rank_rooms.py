@@ -17,7 +17,8 @@ from pdserve.engine.scheduler import Limits
 from pdserve.executor import followers
 from pdserve.executor.device_ranks import DeviceFollower, Fitting, load_on_devices
 from pdserve.executor.form import choose_form, load_form
-from pdserve.executor.loading import describe_layout, fitting_of
+from pdserve.executor.layouts import describe_layout
+from pdserve.executor.loading import fitting_of
 from pdserve.executor.rank_frames import Ended, Setup
 from pdserve.executor.rank_group import GroupRanks
 from pdserve.executor.rank_memory import own_layout

@@ -13,7 +13,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization, choose_quantization, weights_in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.executor import form
-from pdserve.executor.loading import page_digest
+from pdserve.executor.layouts import page_digest
 from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
 from pdserve.kernels.tuning import Device as Chip
 from pdserve.model.decoder import Decoder

@@ -12,7 +12,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId, Peer, WorkerId
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.executor import rank_memory
-from pdserve.executor.loading import describe_layout, page_digest
+from pdserve.executor.layouts import describe_layout, page_digest
 from pdserve.executor.rank_memory import own_layout, own_pages, region_of
 from pdserve.kvtransfer.region import decode_ranks
 from pdserve.kvtransfer.routes import Share
