@@ -9,9 +9,9 @@ RankMemory = Literal["shared", "own"]
 
 SERVED: Mapping[str, tuple[object, ...]] = {
     "mover": ("nixl",),
-    "kv_cache_dtype": ("auto",),
     "attention_backend": ("auto",),
 }
+ON_DEVICES: Mapping[str, tuple[object, ...]] = {**SERVED, "kv_cache_dtype": ("auto",)}
 
 
 def is_own_unasked(given: Mapping[str, object]) -> bool:
@@ -27,6 +27,7 @@ def rank_memory_problem(rank_memory: RankMemory, degrees: Degrees, beside: Mappi
         return (
             f"rank_memory: shared is served on CPUs; each of {degrees} on {device} has its own" if has_devices else None
         )
-    wrong = [name for name, values in SERVED.items() if beside[name] not in values]
+    served = SERVED if device in ("auto", "cpu") else ON_DEVICES
+    wrong = [name for name, values in served.items() if beside[name] not in values]
     kind = f"tensor_parallel_size: {num_ranks} on {device}" if has_devices else "rank_memory: own"
     return f"{kind} is not served with this {wrong[0]} yet: {beside[wrong[0]]}" if wrong else None

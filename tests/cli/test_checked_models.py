@@ -301,15 +301,16 @@ def test_own_memory_of_ranks_is_refused_as_workers_refuse_it(tmp_path: Path, pds
     said = [pdserve("models", "check", str(model), *own).stdout for model in (llama, states)]
     assert "2: at most" in said[0]
     assert said[1] == "not served: rank_memory: own is not served for a model with states\n"
-    with pytest.raises(ConfigError, match="rank_memory: own is not served with this kv_cache_dtype yet: int8"):
-        footprint_of(llama, rank_memory="own", kv_cache_dtype="int8")
+    coded = footprint_of(llama, rank_memory="own", tensor_parallel_size=2, kv_cache_dtype="int8")
+    assert coded.page_bytes == 3 * 2 * 2 * 16 * (16 + 4)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_pages_that_each_rank_has_a_copy_of_take_the_memory_of_all_copies(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
 ) -> None:
     def pages_of(memory: str) -> int:
-        given = {"rank_memory": memory, "tensor_parallel_size": 4}
+        given = {"rank_memory": memory, "tensor_parallel_size": 4, "kv_cache_dtype": kv_dtype}
         fit = footprint_of(folder, **given)
         monkeypatch.setattr(footprint, "available_bytes", lambda: fit.weight_bytes + 100 * fit.page_bytes)
         return footprint_of(folder, **given).num_pages
@@ -327,6 +328,8 @@ def test_of_ranks_on_several_machines_is_said_what_each_machine_holds(
     here, apart = (footprint_of(model, **own, tensor_parallel_size=4, nnodes=nodes) for nodes in (1, 2))
     assert (apart.num_alike, apart.rank_page_bytes * 4) == (2, here.page_bytes)
     assert apart.num_pages == (2**22 - 2 * apart.rank_weight_bytes) // (here.page_bytes // 2) > 2 * here.num_pages
+    coded = footprint_of(model, **own, tensor_parallel_size=4, nnodes=2, kv_cache_dtype="int8")
+    assert coded.rank_page_bytes * 4 * 16 == apart.rank_page_bytes * (16 + 4)
     flags = ("--tensor-parallel-size", "2", "--nnodes", "2")
     said, refused = (
         pdserve("models", "check", str(model), *flags, *more).stdout for more in (("--rank-memory", "own"), ())

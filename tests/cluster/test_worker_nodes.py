@@ -14,6 +14,7 @@ import pytest
 from live_cluster import all_ready, greedy, is_idle
 from looking import until
 from model_zoo import assert_right, load_oracle, prompt, write_model
+from unlike_engines import UnlikeEngines
 from wired_cluster import Pools, wired_cluster
 from worker_nodes import ranks_of, worker_node
 
@@ -21,6 +22,7 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.base.signals import SAME_REQUEST_S
 from pdserve.launch.folder import free_port
 from pdserve.launch.plan import flag_arguments
+from pdserve.protocol.kvlayout import KvCode
 
 HOST, OTHER = "127.0.0.1", "127.0.0.3"  # of the worker, and of its second machine
 FLAGS = {"rank_memory": "own", "dtype": "float32", "num_pages": 200}
@@ -57,6 +59,24 @@ def test_a_worker_of_one_rank_hands_off_to_one_of_two_machines_which_answers_as_
             assert listening <= {HOST, OTHER}, "UCX, on all addresses of the interface"
         assert node.wait(10) == 0, "it ends with the worker, which has drained"
         assert not rank.is_running()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+def test_ranks_on_two_machines_take_over_pages_of_a_byte_a_value(model: Path, tmp_path: Path, code: KvCode) -> None:
+    port, engines = free_port(HOST), UnlikeEngines(model, (code, code))
+    flags, own = {**FLAGS, "kv_cache_dtype": code}, {"decode-0": {**TWO_NODES, "master_port": port}}
+    asked, due = zip(*[engines.untied(length, 24) for length in (16, 130)], strict=True)
+    with (
+        worker_node(tmp_path, model, port, handoff_host=OTHER),
+        wired_cluster(tmp_path, model, Pools(("prefill-0",), ("decode-0",)), flags, own_flags=own) as cluster,
+    ):
+        answers = cluster.generate_all([greedy(each, 24) for each in asked])
+        status = cluster.wait_for(is_idle, 5)
+    assert [answer.tokens[0] for answer in answers] == [*due]
+    assert all(answer.ledger.handoff_bytes > 0 for answer in answers)
+    assert {worker.registration.layout.dtype for worker in status.workers} == {code}
+    assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
 
 
 @pytest.mark.long

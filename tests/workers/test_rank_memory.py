@@ -1,6 +1,7 @@
 """Ranks with memory of their own have a region each; what was not compared with one rank is refused by name."""
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
             "rank_memory: own is not served with this attention_backend yet: flashinfer",
         ),
         ({"device": "interpreter", **TWO, "rank_memory": "shared"}, "shared is served on CPUs; each of 2 ranks on"),
-        ({"kv_cache_dtype": "int8"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
+        ({"kv_cache_dtype": "int8", "mover": "collective"}, "own is not served with this mover yet: collective"),
+        ({"kv_cache_dtype": "int8", "device": "interpreter", **TWO}, "int8 is served by 2 ranks on CPUs, not on"),
     ],
 )
 def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
@@ -132,6 +134,16 @@ def test_workers_with_shared_and_with_own_memory_are_not_paired(tmp_path: Path) 
     assert problems == ["page_digest: xxh3 != xxh3_runs", "page_digest: splitmix64 != splitmix64_runs"]
     assert pairs[0][1].difference(pairs[1][1]) == "page_digest: xxh3_runs != splitmix64_runs"
     assert not pairs[0][1].is_convertible
+
+
+def test_pages_in_parts_are_converted_for_nobody(tmp_path: Path) -> None:
+    model = open_checkpoint(write_model("llama3", tmp_path)).config
+    shared = [describe_layout(model, "w", 16, dtype, "cpu") for dtype in ("float32", "int8", "fp8_e4m3")]
+    own = [own_layout(model, each, degrees) for each, degrees in zip(shared, map(Degrees, (1, 2, 4)), strict=True)]
+    assert [one.difference(other) for one, other in combinations(shared, 2)] == [None] * 3
+    problems = [one.difference(other) for one, other in combinations(own, 2)]
+    assert problems == ["dtype: float32 != int8", "dtype: float32 != fp8_e4m3", "dtype: int8 != fp8_e4m3"]
+    assert own[1].difference(own_layout(model, shared[1], Degrees(1))) is None, "degrees may differ"
 
 
 def test_memory_on_a_device_is_a_region_with_the_ranks_share_and_its_place_in_the_page(
