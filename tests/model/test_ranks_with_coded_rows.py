@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 import torch
-from greedy_runs import BEST_TWO, Text, continued, spec
+from greedy_runs import BEST_TWO, Text, continued, greedy_texts, spec
 from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
-from noted_programs import note_program_rows
+from noted_programs import has_bfloat16_products, note_program_rows
 from thread_ranks import PAGE_SIZE, thread_ranks
 
 from pdserve.base.ids import PageId
@@ -113,7 +113,28 @@ def test_decode_programs_of_ranks_attend_over_coded_rows(
 
 
 @pytest.mark.parametrize(("code", "degrees"), [*product(CODES, (TWO, STAGES))])
-def test_so_do_ranks_where_torch_attends(
+def test_in_bfloat16_programs_over_coded_rows_compute_what_one_operation_after_the_other_does(
+    opened: Callable[..., Checkpoint], code: KvCode, degrees: Degrees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
+    if not has_bfloat16_products():
+        pytest.skip("this processor has no products of bfloat16")
+    rows, checkpoint = note_program_rows(monkeypatch), opened(LLAMA)
+
+    def answers() -> list[list[int]]:
+        with thread_ranks(degrees, checkpoint.config, checkpoint.weights(), torch.bfloat16, NUM_PAGES, code) as ranks:
+            return greedy_texts(ranks, PROMPTS, NUM_TOKENS, CHUNK)
+
+    found = answers()
+    assert rows.count(len(PROMPTS)) > 4
+    rows.clear()
+    monkeypatch.setattr(runner_module, "is_compiled", lambda _: False)
+    assert answers() == found
+    assert not rows
+
+
+@pytest.mark.parametrize(("code", "degrees"), [*product(CODES, (TWO, STAGES))])
+def test_ranks_where_torch_attends_draw_the_tokens_of_one_rank_over_coded_rows(
     opened: Callable[..., Checkpoint], code: KvCode, degrees: Degrees, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "library", lambda: Missing(Reason.COMPILER, "none"))
