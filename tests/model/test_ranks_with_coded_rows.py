@@ -20,7 +20,6 @@ from pdserve.engine import runner as runner_module
 from pdserve.engine.offline import TIED_CODED
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.executor.form import untried_kind
 from pdserve.executor.layouts import describe_layout
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.kvtransfer.conversion import conversion_between
@@ -35,7 +34,8 @@ PROMPTS = [prompt(count, count) for count in (5, 45, 150, 16, 80, 31)]
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
 LLAMA = "llama3"
 CODES: tuple[KvCode, ...] = ("int8", "fp8_e4m3")
-FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES})
+REFUSED = {"deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite", "llama4", "ministral3"}
+FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES} - REFUSED)
 TWO, STAGES = Degrees(2), Degrees(1, 2)
 # What two ranks change of the lead of a token, over all families: up to 1.8e-2, of Gemma 5.3e-2.
 TIED_ANYWHERE = 5e-2
@@ -99,7 +99,7 @@ def test_ranks_draw_the_tokens_of_one_rank_over_coded_rows_in_each_family(
 ) -> None:
     checkpoint = opened(family)
     tied = TIED_CODED if family in FLAT else TIED_ANYWHERE
-    for code in CODES if untried_kind(checkpoint.config) is None else ():
+    for code in CODES:
         assert_ranks_are_as_one(checkpoint.config, checkpoint.weights(), degrees, code, tied)
 
 

@@ -55,7 +55,7 @@ AGAIN: list[Asked] = [([*prompt(150), 7, 8], SEEDED)]  # behind pages that are c
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
 def test_a_follower_writes_the_bytes_of_one_rank_in_its_layers(tmp_path: Path, code: KvCode, memory: str) -> None:
     checkpoint = open_directory(write_model("qwen3", tmp_path))
-    # Products of these weights have the same bits wherever they lie in memory; torch's products of floats may not.
+    # Products of these weights have the same bits in each run; what torch computes of floats has not always.
     own_settings = {PIPELINE: 2, "num_pages": 4, "quantization": "int8", "rank_memory": memory}
     config = worker_config(tmp_path, **own_settings, kv_cache_dtype=code)
     model = load_model(checkpoint.config, in_form(checkpoint.weights(), "int8"), torch.float32)
