@@ -31,7 +31,7 @@ from pdserve.executor.ranked import Leading, LeadingHead, RankedExecutor
 from pdserve.model.family import Model
 from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
-from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.kvlayout import KvLayout, coded_as
 from pdserve.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def load_on_devices(
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"), _ending_the_process():
             followers.join(ranks, num_pages)
-            runner = _runner(model, ranks, config, limits, (num_pages, followers.make_pages(num_pages)))
+            runner = _runner(model, ranks, config, limits, (followers.make_pages(num_pages), num_pages, layout))
             followers.end()
             leading = Leading(runner, followers, followers.begin)
             drafter = drafter_of(guessing, runner, layout.page_size, limits, lambda head: LeadingHead(head, leading))
@@ -129,7 +129,7 @@ class DeviceFollower:
         assert isinstance(setup.pages, OwnPages), "ranks with devices have memory of their own"
         memory, self.region = device_pages(num_pages, setup.pages, device)
         limits = fitting.limits(num_pages)
-        self._runner = _runner(model, ranks, config, limits, (num_pages, memory))
+        self._runner = _runner(model, ranks, config, limits, (memory, num_pages, fitting.layout))
         self._head = follow_head(guessing, self._runner, limits)
 
     def follow(self, step: Step) -> None:
@@ -159,11 +159,12 @@ class DeviceFollower:
 
 
 def _runner(
-    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, pages: tuple[int, Tensor]
+    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, pages: tuple[Tensor, int, KvLayout]
 ) -> "CudaRunner":
     # A CPU worker has no need of Triton.
     from pdserve.engine.device_pages import DevicePages  # noqa: PLC0415
     from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
 
-    num_pages, memory = pages
-    return CudaRunner(model, num_pages, config.page_size, limits, None, DevicePages(memory, ranks.spread))
+    memory, num_pages, layout = pages
+    kept = DevicePages(memory, ranks.spread, coded_as(layout.dtype))
+    return CudaRunner(model, num_pages, config.page_size, limits, None, kept)

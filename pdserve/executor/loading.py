@@ -107,7 +107,6 @@ def _load(
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
-        assert code is None, "settings refuse coded rows for ranks with devices"
         fitting, among = fitting_of(config, (checkpoint, drafts), layout, num_pages), (_name_of_ranks(config), nodes)
         return Loaded(*load_on_devices(config, (form, drafts), fitting, thread, among, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:

@@ -11,11 +11,11 @@ from pdserve.executor.device_ranks import DeviceFollower
 from pdserve.executor.draft_loading import open_divided, with_room
 from pdserve.executor.form import KERNEL_DEVICES, Form, choose_form, choose_kv_code, load_form
 from pdserve.executor.kernel_checks import choose_interpreter
-from pdserve.executor.layouts import describe_layout
+from pdserve.executor.layouts import layout_of
 from pdserve.executor.loading import fitting_of
 from pdserve.executor.node_ranks import NodeRanks, join_group
 from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, plan_of
-from pdserve.executor.rank_memory import mapped_pages, new_pages, own_layout, region_of
+from pdserve.executor.rank_memory import mapped_pages, new_pages, region_of
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
@@ -36,8 +36,8 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         head = open_divided(config, checkpoint)
         form = choose_form(config, with_room(checkpoint, head), setup.weights_hash)
         model = form.checkpoint.config
-        described = describe_layout(model, form.weights_hash, config.page_size, form.dtype, config.device)
-        layout = own_layout(model, described, config.degrees)
+        code = choose_kv_code(config.kv_cache_dtype, model)
+        layout = layout_of(config, model, code or form.dtype, form.weights_hash)
         fitting = fitting_of(config, (form.checkpoint, head), layout, setup.num_pages)
         follower = DeviceFollower(config, (form, head), fitting, setup, channel)
         return follower.follow, follower.region

@@ -37,8 +37,6 @@ class Degrees:
             return f"pipeline_parallel_size: {self.pipeline} is not served with tensor_parallel_size {self.tensor} yet"
         if self.pipeline > 1 and device in ("cuda", "interpreter"):
             return f"pipeline_parallel_size: {self.pipeline} is served on CPUs, not on {device}"
-        if kv_cache_dtype != "auto" and self.num_ranks > 1 and device not in ("auto", "cpu"):
-            return f"kv_cache_dtype: {kv_cache_dtype} is served by {self} on CPUs, not on {device}"
         return None
 
 

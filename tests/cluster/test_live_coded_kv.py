@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
 TIED_ANYWHERE = 5e-2  # what ranks change of the lead of a token, over all families
+TWO_RANKS = ("--decode-tp", "2", "--rank-memory", "own")
 MOVED = 250  # tokens of an answer that moves to other ranks
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1000")
 
@@ -76,13 +77,15 @@ def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
-def test_engines_of_gpus_hand_over_coded_pages(tmp_path: Path, model: Path, code: KvCode) -> None:
+@pytest.mark.parametrize(("code", "ranks"), [("int8", ()), ("fp8_e4m3", ()), ("int8", TWO_RANKS)])
+def test_engines_of_gpus_hand_over_coded_pages(
+    tmp_path: Path, model: Path, code: KvCode, ranks: tuple[str, ...]
+) -> None:
     """Triton's interpreter computes: a step takes seconds."""
     asked, count = prompt(45), 6
     few = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "64")
-    flags = ("--dtype", "float32", "--num-threads", "1", *few, "--device", "interpreter", "--kv-cache-dtype", code)
-    with live_cluster(tmp_path, model, *flags) as cluster:
+    flags = ("--dtype", "float32", "--num-threads", "1", *few, "--device", "interpreter", *ranks)
+    with live_cluster(tmp_path, model, *flags, "--kv-cache-dtype", code) as cluster:
         answers = [cluster.generate(greedy(asked, count)) for _ in range(2)]
         status = cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
     assert [answer.tokens[0] for answer in answers] == [expected(model, code, asked, count)] * 2

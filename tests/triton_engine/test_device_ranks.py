@@ -122,6 +122,28 @@ def test_two_ranks_with_devices_keep_mxfp4_and_draw_the_tokens_of_one(tmp_path: 
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("family", "shape", "code"),
+    [
+        pytest.param(family, shape, code, marks=pytest.mark.long)
+        for family, shape in (
+            ("llama3", {**NINE_HEADS, "num_hidden_layers": 1}),
+            ("gpt-oss", {"num_hidden_layers": 2, "sliding_window": 24}),
+        )
+        for code in ("int8", "fp8_e4m3")
+    ],
+)
+def test_two_ranks_with_devices_keep_coded_rows_and_draw_the_tokens_of_one(
+    family: str, shape: dict[str, object], code: str, tmp_path: Path
+) -> None:
+    folder, found = write_model(family, tmp_path, **shape), []
+    for settings in ({}, RANKS):
+        with engine_of(worker_config(folder, kv_cache_dtype=code, **settings)) as engine:
+            assert engine.layout.dtype == code
+            found.append((answers(engine, ASKED).texts, answers(engine, AGAIN).texts))
+    assert found[1] == found[0]
+
+
 def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_on_a_cpu_does(tmp_path: Path) -> None:
     model, whole = write_model("llama3", tmp_path, num_hidden_layers=2), Share((0, 2), (0, 2))
     chunk = Chunk((1, 2, 3), 0, (PageId(5),), (spec(),), targets=Targets((2, 3), 2))
