@@ -31,8 +31,8 @@ class Degrees:
             return f"{self.tensor} ranks on {self.nodes} nodes"
         return f"{self.pipeline} pipeline stages" if self.pipeline > 1 else f"{self.tensor} ranks"
 
-    def problem(self, device: str, kv_cache_dtype: str) -> str | None:
-        """Return why workers on a device are not divided like this, or do not keep K and V so, or None."""
+    def problem(self, device: str) -> str | None:
+        """Return why workers on a device are not divided like this, or None."""
         if self.tensor > 1 and self.pipeline > 1:
             return f"pipeline_parallel_size: {self.pipeline} is not served with tensor_parallel_size {self.tensor} yet"
         if self.pipeline > 1 and device in ("cuda", "interpreter"):
@@ -54,4 +54,6 @@ def nodes_problem(worker: "WorkerConfig") -> str | None:
         return f"{named} needs rank_memory own: machines share no memory"
     if worker.dialect_port is not None:
         return f"{named} is not served with dialect_port yet"
+    if worker.kv_cache_dtype != "auto" and worker.device in ("cuda", "interpreter"):
+        return f"{named} is not served with kv_cache_dtype {worker.kv_cache_dtype} on {worker.device} yet"
     return None

@@ -11,7 +11,6 @@ SERVED: Mapping[str, tuple[object, ...]] = {
     "mover": ("nixl",),
     "attention_backend": ("auto",),
 }
-ON_DEVICES: Mapping[str, tuple[object, ...]] = {**SERVED, "kv_cache_dtype": ("auto",)}
 
 
 def is_own_unasked(given: Mapping[str, object]) -> bool:
@@ -27,7 +26,6 @@ def rank_memory_problem(rank_memory: RankMemory, degrees: Degrees, beside: Mappi
         return (
             f"rank_memory: shared is served on CPUs; each of {degrees} on {device} has its own" if has_devices else None
         )
-    served = SERVED if device in ("auto", "cpu") else ON_DEVICES
-    wrong = [name for name, values in served.items() if beside[name] not in values]
+    wrong = [name for name, values in SERVED.items() if beside[name] not in values]
     kind = f"tensor_parallel_size: {num_ranks} on {device}" if has_devices else "rank_memory: own"
     return f"{kind} is not served with this {wrong[0]} yet: {beside[wrong[0]]}" if wrong else None

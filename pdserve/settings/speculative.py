@@ -67,6 +67,8 @@ class SpeculativeConfig(BaseModel):
             return f"{named} is not served with ranks on several machines yet"
         if worker.kv_cache_dtype != "auto" and not self.looks_up:
             return f"{named} is not served with kv_cache_dtype {worker.kv_cache_dtype}"
+        if worker.kv_cache_dtype != "auto" and degrees.num_ranks > 1 and worker.device in ("cuda", "interpreter"):
+            return f"{named} is not served with kv_cache_dtype {worker.kv_cache_dtype} by ranks with devices yet"
         if worker.attention_backend == "flashinfer" and has_head:
             return f"attention_backend: flashinfer is not served with speculative_config.method {self.method} yet"
         return None

@@ -137,11 +137,12 @@ def test_two_ranks_with_devices_keep_coded_rows_and_draw_the_tokens_of_one(
     family: str, shape: dict[str, object], code: str, tmp_path: Path
 ) -> None:
     folder, found = write_model(family, tmp_path, **shape), []
-    for settings in ({}, RANKS):
+    for settings in ({}, ALONE, RANKS):
         with engine_of(worker_config(folder, kv_cache_dtype=code, **settings)) as engine:
             assert engine.layout.dtype == code
             found.append((answers(engine, ASKED).texts, answers(engine, AGAIN).texts))
     assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_on_a_cpu_does(tmp_path: Path) -> None:

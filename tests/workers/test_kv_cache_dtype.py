@@ -69,15 +69,14 @@ def test_models_check_takes_the_flag(tmp_path: Path) -> None:
     ("settings", "problem"),
     [
         (
-            {"device": "cuda", "tensor_parallel_size": 2},
-            "kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on cuda",
+            {"device": "cuda", "tensor_parallel_size": 2, "nnodes": 2},
+            "nnodes: 2 is not served with kv_cache_dtype int8 on cuda yet",
         ),
         (
-            {"device": "interpreter", "tensor_parallel_size": 2},
-            "kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on interpreter",
+            {"device": "interpreter", "tensor_parallel_size": 2, "speculative_config": '{"method": "ngram"}'},
+            r"speculative_config\.method: ngram is not served with kv_cache_dtype int8 by ranks with devices yet",
         ),
         ({"device": "cuda", "attention_backend": "flashinfer"}, "kv_cache_dtype: int8 is not served with attention_b"),
-        ({"device": "cuda", "rank_memory": "own"}, "rank_memory: own is not served with this kv_cache_dtype yet: int8"),
     ],
 )
 def test_what_no_worker_does_so_is_refused_by_its_key(
@@ -120,13 +119,8 @@ def test_a_gpus_pages_are_counted_with_these_bytes(tmp_path: Path) -> None:
     plain, coded = (footprint_of(tmp_path, **given, kv_cache_dtype=code) for code in ("auto", "fp8_e4m3"))
     assert coded.kv_dtype == "fp8_e4m3"
     assert coded.page_bytes * 32 * 2 == plain.page_bytes * (32 + 4)
-
-
-def test_ranks_are_refused_by_models_check(tmp_path: Path) -> None:
-    write_model("qwen3", tmp_path)
-    two: dict[str, object] = {"device": "interpreter", "tensor_parallel_size": 2, "kv_cache_dtype": "int8"}
-    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by 2 ranks on CPUs, not on interpreter"):
-        footprint_of(tmp_path, dtype="float32", **two)
+    ranked = footprint_of(tmp_path, **given, kv_cache_dtype="fp8_e4m3", tensor_parallel_size=2)
+    assert ranked.rank_page_bytes * 2 == coded.page_bytes
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.settings.degrees import Degrees
-from pdserve.settings.rank_memory import rank_memory_problem
 from pdserve.worker.boot import build_engine, build_mover, open_model
 
 LONG = pytest.mark.long
@@ -45,7 +44,6 @@ def worker(folder: Path, **settings: object) -> WorkerConfig:
         ),
         ({"device": "interpreter", **TWO, "rank_memory": "shared"}, "shared is served on CPUs; each of 2 ranks on"),
         ({"kv_cache_dtype": "int8", "mover": "collective"}, "own is not served with this mover yet: collective"),
-        ({"kv_cache_dtype": "int8", "device": "interpreter", **TWO}, "int8 is served by 2 ranks on CPUs, not on"),
     ],
 )
 def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
@@ -53,15 +51,6 @@ def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         worker(tmp_path, **settings)
-
-
-@pytest.mark.parametrize("device", ["cpu", "auto", "interpreter", "cuda"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_coded_rows_in_memory_of_ranks_are_served_on_cpus_alone(device: str, size: int) -> None:
-    beside = {"device": device, "kv_cache_dtype": "int8", "mover": "nixl", "attention_backend": "auto"}
-    problem = rank_memory_problem("own", Degrees(size), beside)
-    on_device = "is not served with this kv_cache_dtype yet: int8"
-    assert problem is None if device in ("cpu", "auto") else problem is not None and problem.endswith(on_device)
 
 
 @pytest.mark.parametrize(
