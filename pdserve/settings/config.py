@@ -305,7 +305,7 @@ class WorkerConfig(ServingConfig):
         if self.attention_backend == "flashinfer" and kv_dtype != "auto":
             raise ValueError(f"kv_cache_dtype: {kv_dtype} is not served with attention_backend flashinfer")
         problem = self.degrees.problem(self.device)
-        beside: dict[str, object] = {"device": self.device, "mover": self.mover, "kv_cache_dtype": kv_dtype}
+        beside: dict[str, object] = {"device": self.device, "mover": self.mover}
         beside |= {"role": self.role.value, "attention_backend": self.attention_backend}
         if guessed is not None:
             problem = problem or guessed.problem(self)
