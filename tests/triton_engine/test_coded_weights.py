@@ -88,6 +88,7 @@ def test_a_model_of_latents_and_codes_draws_the_tokens_of_its_weights(case: str,
     assert texts_on_the_gpu(coded) == texts_in_torch(built(checkpoint, "none", TorchOps()))
 
 
+@pytest.mark.long
 def test_experts_in_mxfp4_stay_as_they_are_and_draw_the_tokens_of_their_weights(tmp_path: Path) -> None:
     checkpoint = open_directory(write_in_mxfp4(tmp_path, num_hidden_layers=2)[1])
     coded = built(checkpoint, choose_quantization("auto", checkpoint, "bfloat16", "cuda"), CudaOps())

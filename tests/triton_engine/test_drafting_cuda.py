@@ -49,7 +49,8 @@ def test_a_draft_model_on_kernels_is_right_with_penalties_noise_and_grammars_if_
     assert bench.counts["guesses"] - num_ends <= bench.counts["right"] > 20
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_of_the_model_itself_save_nearly_all_steps_of_kernels(model: Model, temperature: float) -> None:
     params = replace(GREEDY, temperature=temperature, seed=5, max_tokens=60)
     bench = answered(KernelBench(model, 60, draft=model), params)
