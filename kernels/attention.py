@@ -107,9 +107,10 @@ class AttentionSpec:
 def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError naming the argument whose shape, dtype or strides do not fit `spec`."""
     require_tensor("q", q, (None, spec.num_heads, spec.head_dim), (spec.dtype,))
-    pool = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.rows.width)
+    rows = spec.rows
+    pool = (spec.num_pages, spec.num_kv_heads, spec.page_size, rows.width)
     for name, pages in (("k", k), ("v", v)):
-        require_tensor(name, pages, pool, (spec.rows.pool_dtype,))
+        require_tensor(name, pages, pool, (rows.pool_dtype,))
         if spec.code is not None:
             require_words(name, pages)
         else:  # 16-byte loads: each row must start on a multiple of 16 elements

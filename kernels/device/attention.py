@@ -75,20 +75,23 @@ def _load_tile(
 
 
 @triton.jit
-def _load_scales(
-    source, page, start, kv_end, page_stride, slot_stride,
-    CODE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+def _numbers(
+    codes, scales, page, start, kv_end, page_stride, slot_stride,
+    CODE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Load what the numbers of coded rows are to be multiplied with, [BLOCK_N]; `source` is the first row's scale."""
+    """Return a tile of codes as numbers, and what they are to be multiplied with, [BLOCK_N].
+
+    `scales` points to the scale of this head's first row.
+    """
     row = tl.arange(0, BLOCK_N)
     if PAGE_SIZE >= BLOCK_N:
-        source += page.to(tl.int64) * page_stride + (start % PAGE_SIZE) * slot_stride
+        scales += page.to(tl.int64) * page_stride + (start % PAGE_SIZE) * slot_stride
         rows = row * slot_stride
     else:
         rows = page.to(tl.int64) * page_stride + ((start + row) % PAGE_SIZE) * slot_stride
-    words = (source + rows).to(tl.pointer_type(tl.float32))
+    words = (scales + rows).to(tl.pointer_type(tl.float32))
     scale = tl.load(words, (start + row) < kv_end, other=0.0) if MASKED else tl.load(words)
-    return scale * 256.0 if CODE == "fp8_e4m3" else scale
+    return row_numbers(codes, CODE, dtype), scale * 256.0 if CODE == "fp8_e4m3" else scale
 
 
 @triton.jit
@@ -107,6 +110,7 @@ def _attend_range(
     times scales may be too small for float16.
     """
     factor = score_cap if HAS_CAP else score_scale
+    v_dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.bfloat16
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
     # Beside 64 wide rows, addresses that are kept from turn to turn would spill.
     keeps_none: tl.constexpr = TAIL > 0 and q.shape[0] >= 64
@@ -122,12 +126,10 @@ def _attend_range(
             v = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
                            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
         if CODE != "":
-            k_scale = _load_scales(k_source + HEAD_DIM, page, start, kv_end, page_stride, slot_stride,
-                                   CODE, PAGE_SIZE, BLOCK_N, MASKED)  # fmt: skip
-            v_scale = _load_scales(v_source + HEAD_DIM, page, start, kv_end, page_stride, slot_stride,
-                                   CODE, PAGE_SIZE, BLOCK_N, MASKED)  # fmt: skip
-            k = row_numbers(k, CODE, q.dtype)
-            v = row_numbers(v, CODE, tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+            k, k_scale = _numbers(k, k_source + HEAD_DIM, page, start, kv_end, page_stride, slot_stride,
+                                  CODE, PAGE_SIZE, BLOCK_N, MASKED, q.dtype)  # fmt: skip
+            v, v_scale = _numbers(v, v_source + HEAD_DIM, page, start, kv_end, page_stride, slot_stride,
+                                  CODE, PAGE_SIZE, BLOCK_N, MASKED, v_dtype)  # fmt: skip
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)

@@ -10,7 +10,7 @@ import torch
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
 from pdserve.executor.draft_loading import among_ranks, draft_bytes, open_drafts, with_room
-from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code, weight_bytes
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, weight_bytes
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.layouts import layout_of
 from pdserve.executor.memory import available_bytes
@@ -20,7 +20,7 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import needed_weights, shares
 from pdserve.model.weights import Rank
-from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.kvlayout import KvLayout, coded_as
 from pdserve.settings.config import Device, WorkerConfig, load_config
 from pdserve.settings.degrees import Degrees
 from pdserve.settings.processor import choose_dtype, read_cpu_info
@@ -110,12 +110,11 @@ def footprint_of(path: Path, **flags: object) -> Footprint:
     drafts = among_ranks(drafts, worker, checkpoint, dtype, quantization)
     weights = needed_weights(config, weights_in_form(checkpoint, quantization, device))
     check_library(degrees)
-    code = choose_kv_code(worker.kv_cache_dtype, config)
-    if device in KERNEL_DEVICES:
-        check_kernels(device, config, worker.page_size, DTYPES[dtype], code)
     if worker.rank_memory == "own":
         check_on_devices(worker, config, weights)
-    layout = layout_of(worker, config, code or dtype)
+    layout = layout_of(worker, config, dtype)
+    if device in KERNEL_DEVICES:
+        check_kernels(device, config, worker.page_size, DTYPES[dtype], coded_as(layout.dtype))
     is_apart = degrees.num_ranks > 1 and (device == "cuda" or degrees.nodes > 1)
     rank_shares = shares(config, degrees)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)

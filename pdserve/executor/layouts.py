@@ -1,6 +1,6 @@
 """How a worker's pages lie in memory, by its settings and its model's config."""
 
-from pdserve.executor.form import KERNEL_DEVICES
+from pdserve.executor.form import KERNEL_DEVICES, choose_kv_code
 from pdserve.executor.rank_memory import own_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.layer_groups import LayerGroup, layer_groups
@@ -9,8 +9,9 @@ from pdserve.settings.config import Device, WorkerConfig
 
 
 def layout_of(config: WorkerConfig, model: ModelConfig, dtype: str, weights_hash: str = "") -> KvLayout:
-    """Return how a worker's pages lie in memory; see `describe_layout`."""
-    layout = describe_layout(model, weights_hash, config.page_size, dtype, config.device)
+    """Return how a worker's pages lie in memory, by its settings; see `describe_layout`. dtype: of computing."""
+    kept = choose_kv_code(config.kv_cache_dtype, model) or dtype
+    layout = describe_layout(model, weights_hash, config.page_size, kept, config.device)
     return own_layout(model, layout, config.degrees) if config.rank_memory == "own" else layout
 
 

@@ -34,7 +34,6 @@ from pdserve.executor.form import (
     Form,
     Progress,
     check_inputs,
-    choose_kv_code,
     load_form,
 )
 from pdserve.executor.kernel_checks import check_kernels, check_use
@@ -98,8 +97,8 @@ def _load(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     check_divides(checkpoint.config, config.degrees)
-    code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
-    layout = layout_of(config, checkpoint.config, code or form.dtype, weights_hash(form, drafts))
+    layout = layout_of(config, checkpoint.config, form.dtype, weights_hash(form, drafts))
+    code = coded_as(layout.dtype)
     if config.device in KERNEL_DEVICES:
         specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype], code)
         check_use(config, checkpoint.config, specs, device)

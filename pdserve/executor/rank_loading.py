@@ -36,8 +36,7 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         head = open_divided(config, checkpoint)
         form = choose_form(config, with_room(checkpoint, head), setup.weights_hash)
         model = form.checkpoint.config
-        code = choose_kv_code(config.kv_cache_dtype, model)
-        layout = layout_of(config, model, code or form.dtype, form.weights_hash)
+        layout = layout_of(config, model, form.dtype, form.weights_hash)
         fitting = fitting_of(config, (form.checkpoint, head), layout, setup.num_pages)
         follower = DeviceFollower(config, (form, head), fitting, setup, channel)
         return follower.follow, follower.region
