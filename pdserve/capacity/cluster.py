@@ -90,7 +90,7 @@ class SimCluster:
         self.clock = VirtualClock()
         self._profile = profile
         self._workload = workload
-        self._objective = objective
+        self.objective = objective  # of requests that come from now on
         self.builder = builder = Builder(profile, shape, workload)
         self._moves = shape.moves
         self._coming: Iterator[Arrival] = iter(())
@@ -176,8 +176,8 @@ class SimCluster:
             params=SamplingParams(max_tokens=self._workload.max_tokens(arrival), stop_token_ids=(END,)),
             received_s=now_s,
             deadline_s=now_s + DEADLINE_S,
-            ttft_slo_s=self._objective.ttft_s if isfinite(self._objective.ttft_s) else None,
-            tpot_slo_s=self._objective.tpot_s if isfinite(self._objective.tpot_s) else None,
+            ttft_slo_s=self.objective.ttft_s if isfinite(self.objective.ttft_s) else None,
+            tpot_slo_s=self.objective.tpot_s if isfinite(self.objective.tpot_s) else None,
             session=session,
         )
         self._post(self._routers[self._router_of(request_id)], event)

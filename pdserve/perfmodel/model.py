@@ -3,8 +3,6 @@
 The router predicts with them; the planner and the autoscaler size pools with them.
 """
 
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
 from math import ceil, exp, inf, log
@@ -110,34 +108,6 @@ def nonnegative_minimum(products: _Array, sums: _Array) -> _Array:
                 if size == len(sums):
                     return best
     return best
-
-
-_QUANTILE = 0.9
-_MOST = 3.0  # after a machine stood still: with a wider margin little is admitted, and the margin learns slowly
-
-
-class Margin:
-    """A factor for predictions of one kind: a quantile of observed over predicted, of the last ones.
-
-    It starts as if all of them had been right, and what was wrong while the model knew little is soon forgotten.
-    """
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-        self.num_observed = 0
-        self._latest = deque([1.0] * MEMORY)
-        self._sorted = list(self._latest)
-
-    def observe(self, predicted_s: float, observed_s: float) -> None:
-        """Take in how a prediction came out."""
-        if predicted_s <= 0 or observed_s <= 0:
-            return
-        self.num_observed += 1
-        ratio = observed_s / predicted_s
-        del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
-        self._latest.append(ratio)
-        insort(self._sorted, ratio)
-        self.factor = min(_MOST, self._sorted[round(_QUANTILE * MEMORY) - 1])
 
 
 _MAX_PAIRS = 1 << 16  # known from workers' probes alone

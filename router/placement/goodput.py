@@ -191,7 +191,7 @@ class Goodput:
     def _local(self, worker: WorkerView, prompt: Prompt, limit_s: float, leaving: Leaving) -> _Option:
         """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
         found, harm_s = self._predictor.beside_decoding(worker, prompt)
-        if found.has_room and found.tpot_s * self._predictor.tpot_margin.factor > limit_s:
+        if found.has_room and found.tpot_s * self._predictor.tpot_margin.factor(worker.num_sequences) > limit_s:
             found = replace(found, lacks=Cause.RESERVED)
         cost_s = found.ttft_s + found.tpot_s * self._num_later(prompt) + harm_s + leaving.computing_s(worker, None)
         return _Option(Pair(None, worker), found, cost_s, worker.num_sequences)
@@ -243,7 +243,7 @@ class _Judge:
         """`share_queued`: of the workers that could compute the prompt, those that have others to compute."""
         wide = predictor.ttft_margin.factor
         self._wide_ttft = wide**share_queued if wide > 1 else wide
-        self._wide_tpot = predictor.tpot_margin.factor
+        self._tpot_margin = predictor.tpot_margin
         self._demand = demand
         self._ttft_slo_s, self._tpot_slo_s = demand.ttft_slo_s or inf, demand.tpot_slo_s or inf
 
@@ -252,8 +252,8 @@ class _Judge:
 
     def _each_s(self, option: _Option) -> float:
         # On an empty worker the chance is taken: with a margin that refuses even there, nothing would be learnt.
-        wide = self._wide_tpot if option.num_sequences else min(1.0, self._wide_tpot)
-        return option.prediction.tpot_s * wide
+        wide = self._tpot_margin.factor(option.num_sequences)
+        return option.prediction.tpot_s * (wide if option.num_sequences else min(1.0, wide))
 
     def slack(self, option: _Option) -> float:
         """Return the share of the tighter objective that is left; below 0: it is missed, or there is no room."""

@@ -178,6 +178,7 @@ class Placements:
         if prefill is not None:
             prefill.assign(placement.key, Share(0, fresh, work, priority=request.priority), now_s)
         if decode is not None:
+            placement.num_beside = decode.num_sequences
             share = Share(len(indices), 0, 0, num_tokens, True, priority=request.priority)
             if prefill is None:
                 share.prefill_tokens, share.prefill_work = fresh, work

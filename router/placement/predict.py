@@ -10,7 +10,8 @@ from math import exp, inf
 from pdserve.base.roles import Role
 from pdserve.base.values import value
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
-from pdserve.perfmodel.model import MEMORY, LearntLinks, Margin
+from pdserve.perfmodel.margin import Margin, MarginBySize
+from pdserve.perfmodel.model import MEMORY, LearntLinks
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.refusal import Cause
 from pdserve.protocol.reports import LoadPart
@@ -95,7 +96,7 @@ class Predictor:
         self.fetches = Fetches()
         self.prefixes = PrefixIndex(hasher)
         self.lengths = AnswerLengths()
-        self.ttft_margin, self.tpot_margin = Margin(), Margin()
+        self.ttft_margin, self.tpot_margin = Margin(), MarginBySize()
         self.ttft_median = 1.0  # of observed : predicted, of prompts computed by prefill workers
         self._tokens = Rates()  # of prompts, sent to prefill workers
 
@@ -126,10 +127,10 @@ class Predictor:
         link_s = self.links.transfer_s(pair, worker.registration.layout.sent_bytes(fetch.num_sent))
         self.fetches.observe(pair, min(1.0, num_came / fetch.num_sent), elapsed_s - link_s, now_s)
 
-    def observe_answer(self, predicted_s: float, decoding_s: float, num_tokens: int) -> None:
-        """Learn from an answer that has ended how the predicted time per token came out."""
+    def observe_answer(self, predicted_s: float, decoding_s: float, num_tokens: int, num_beside: int) -> None:
+        """Learn from an answer that joined so many sequences how the predicted time per token came out."""
         if num_tokens > 1:
-            self.tpot_margin.observe(predicted_s, decoding_s / (num_tokens - 1))
+            self.tpot_margin.observe(num_beside, predicted_s, decoding_s / (num_tokens - 1))
 
     def note_placed(
         self, prefill: WorkerView | None, decode: WorkerView | None, hashes: Hashes, num_fresh: int, now_s: float

@@ -158,7 +158,7 @@ class Delivery:
         predictor, decoding_s = self._placements.predictor, sequence.last_s - sequence.first_s
         predictor.lengths.observe(num_tokens, request.params.max_tokens, request.output_tokens)
         if placement is not None and placement.tpot_s is not None:
-            predictor.observe_answer(placement.tpot_s, decoding_s, num_tokens)
+            predictor.observe_answer(placement.tpot_s, decoding_s, num_tokens, placement.num_beside)
 
     def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
         """Let go of the prefill worker once decode has all it needs and every first token is here."""

@@ -56,6 +56,7 @@ class Placement:
     placed_s: float = 0.0
     ttft_s: float | None = None  # predicted, from then on
     tpot_s: float | None = None
+    num_beside: int = 0  # sequences that the decode worker had then
     ttft_median: float = 1.0  # the predictor's factor that is in it
     fetch: Fetch | None = None  # before its prompt is computed
     committed: bool = False  # the decode worker has all it needs

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.perfmodel.model import Margin
+from pdserve.perfmodel.margin import Margin
 
 
 @pytest.mark.parametrize("spread", [lambda rng: rng.uniform(0.8, 1.6), lambda rng: rng.expovariate(1.0)])

@@ -45,7 +45,7 @@ def test_a_close_chance_is_taken_where_nobody_waits() -> None:
 
 
 def test_a_margin_that_predictions_missed_is_small_again_once_they_come_out() -> None:
-    margin = Predictor().tpot_margin
+    margin = Predictor().ttft_margin
     for _ in range(50):
         margin.observe(0.05, 0.1)
     assert margin.factor > 1.5
@@ -56,11 +56,19 @@ def test_a_margin_that_predictions_missed_is_small_again_once_they_come_out() ->
 
 def test_one_stall_does_not_keep_an_idle_cluster_from_serving() -> None:
     cluster = Cluster()
-    for _ in range(11):  # answers that took five times what was predicted
-        cluster.predictor.observe_answer(0.02, 19 * 0.1, 20)
-    assert cluster.predictor.tpot_margin.factor == 3.0
+    for num_beside in [0, 1] * 11:  # answers that took five times what was predicted
+        cluster.predictor.observe_answer(0.02, 19 * 0.1, 20, num_beside)
+    assert [cluster.predictor.tpot_margin.factor(num_beside) for num_beside in range(3)] == [3.0, 3.0, 1.0]
     placed(cluster.arrive(100, tpot_s=0.045))
     assert cluster.arrive(100, tpot_s=0.045) == [], "beside another one the margin counts"
+
+
+def test_a_burst_that_was_slow_keeps_no_second_answer_out() -> None:
+    cluster = Cluster()
+    for _ in range(11):
+        cluster.predictor.observe_answer(0.02, 19 * 0.1, 20, num_beside=40)
+    placed(cluster.arrive(100, tpot_s=0.045))
+    placed(cluster.arrive(100, tpot_s=0.045))
 
 
 def test_the_median_settles_however_many_first_tokens_are_still_to_come() -> None:
