@@ -31,6 +31,8 @@ HEADS_AND_PAGES = [
 ]
 HEAD_DIMS = [64, 80, 96, 128, 256]
 DEEPSEEK = (512, 64)  # features of a latent, and of the key that turns
+LATENTS_IN_EACH_RUN = [((24, 8), torch.float32), ((40, 8), torch.float16), ((256, 32), torch.bfloat16)]
+LONG = pytest.mark.long
 
 
 def prefill_error(case: Problem, tile: Tile | None = SMALL) -> float:
@@ -78,7 +80,7 @@ def test_a_ragged_batch_of_decodes_is_right_at_every_page_edge(heads: tuple[int,
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [
-        pytest.param(*case, marks=() if case[0] is torch.bfloat16 or case[1] in (64, 256) else pytest.mark.long)
+        pytest.param(*case, marks=() if case[0] is torch.bfloat16 or case[1] == 64 else pytest.mark.long)
         for case in itertools.product(TOLERANCE, HEAD_DIMS)
     ],
 )
@@ -88,7 +90,7 @@ def test_every_head_dim_is_right(head_dim: int, dtype: torch.dtype) -> None:
     assert decode_error(make((4, 2), head_dim, 32, Lens((1, 1), (70, 33)), dtype=dtype)) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("soft_cap", [0.5, 2.0, 50.0])
+@pytest.mark.parametrize("soft_cap", [pytest.param(0.5, marks=LONG), 2.0, pytest.param(50.0, marks=LONG)])
 @pytest.mark.parametrize("window", [None, 33])
 def test_scores_keep_below_their_cap_on_devices(soft_cap: float, window: int | None) -> None:
     fields = {"window": window, "soft_cap": soft_cap}
@@ -104,7 +106,7 @@ def test_a_sink_takes_its_share_of_the_weights(window: int | None, soft_cap: flo
     assert decode_error(make((6, 2), 64, 32, Lens((1, 1), (150, 90)), **fields)) <= 7.5e-3
 
 
-@pytest.mark.parametrize("window", [1, 31, 32, 33, 70, 500])
+@pytest.mark.parametrize("window", [1, 32, 33, *(pytest.param(each, marks=LONG) for each in (31, 70, 500))])
 def test_a_window_hides_older_keys(window: int) -> None:
     lens = Lens((40, 3), (150, 90))
     assert prefill_error(make((4, 2), 64, 32, lens, window=window)) <= 7.5e-3
@@ -142,15 +144,20 @@ def test_latent_rows_are_keys_and_values_of_all_heads(num_heads: int, page_size:
     assert decode_error(latents(num_heads, DEEPSEEK, page_size, Lens((1,) * len(kv), tuple(kv)))) <= 7.5e-3
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("widths", [(24, 8), (40, 8), (256, 32), pytest.param(DEEPSEEK, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in LATENTS_IN_EACH_RUN else LONG)
+        for case in itertools.product(((24, 8), (40, 8), (256, 32), DEEPSEEK), TOLERANCE)
+    ],
+)
 def test_latent_rows_of_every_width_are_right(widths: tuple[int, int], dtype: torch.dtype) -> None:
     chunks, singles = Lens((20, 1, 4), (70, 33, 50)), Lens((1, 1), (70, 33))
     assert prefill_error(latents(6, widths, 32, chunks, dtype=dtype), tile=None) <= TOLERANCE[dtype]
     assert decode_error(latents(6, widths, 32, singles, dtype=dtype)) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("num_heads", [20, 128])
+@pytest.mark.parametrize("num_heads", [20, pytest.param(128, marks=LONG)])
 def test_heads_that_fit_no_tile_are_divided_among_several(num_heads: int) -> None:
     tile = Tile(16, 32, 4, 1)
     assert prefill_error(latents(num_heads, (64, 16), 32, Lens((3, 1), (40, 17))), tile) <= 7.5e-3
@@ -164,7 +171,7 @@ def test_latent_rows_split_over_items_combine_to_the_whole(num_heads: int) -> No
     assert decode_error(latents(num_heads, DEEPSEEK, 64, Lens((1, 1), (2048, 70)))) <= 7.5e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=LONG), 256])
 def test_the_shipping_tiles_are_right(head_dim: int) -> None:
     assert prefill_error(make((8, 1), head_dim, 64, Lens((37, 3), (300, 129))), tile=None) <= 7.5e-3
     assert decode_error(make((8, 1), head_dim, 64, Lens((1, 1), (300, 129)))) <= 7.5e-3
@@ -182,9 +189,13 @@ def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
             assert case.error(attention.run(q, *case.pages)) <= 7.5e-3
 
 
-@pytest.mark.parametrize("unused", [math.inf, -math.inf])
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("unused", "page_size", "window"),
+    [
+        pytest.param(*case, marks=() if case in ((math.inf, 16, 20), (-math.inf, 64, None)) else LONG)
+        for case in itertools.product((math.inf, -math.inf), (16, 64), (None, 20))
+    ],
+)
 def test_infinities_left_in_unused_slots_do_not_show(unused: float, page_size: int, window: int | None) -> None:
     kv = (3, page_size + 5, 150)
     for query, error in (((1, 5, 1), prefill_error), ((1, 1, 1), decode_error)):
@@ -206,7 +217,7 @@ def test_the_whole_grid_is_right(heads: tuple[int, int], head_dim: int, page_siz
     assert decode_error(make(heads, head_dim, page_size, Lens((1,) * 5, kv), window=window)) <= 7.5e-3
 
 
-CODES, LONG = ["int8", "fp8_e4m3"], pytest.mark.long
+CODES = ["int8", "fp8_e4m3"]
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -216,7 +227,7 @@ def test_coded_rows_go_with_windows_caps_and_sinks(code: str) -> None:
     assert decode_error(make((4, 2), 64, 16, Lens((1, 1), (3, 70)), **fields)) <= 1e-5
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", [pytest.param("int8", marks=LONG), "fp8_e4m3"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "page_size"),
     [

@@ -275,13 +275,12 @@ def test_a_tiny_top_p_still_keeps_one_token() -> None:
     ],
 )
 def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:
-    draws, logits = 250, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]).repeat_interleave(2)
-    logits += torch.linspace(0, 0.1, 16)
+    draws, logits = 125, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
     drawn = sample.sample(logits.expand(draws, -1).contiguous(), draw_of([row] * draws, range(draws)))
     scores = logits.double() / row.temperature
     keep = reference.kept(scores, row)
     expected = scores.masked_fill(~keep, -math.inf).softmax(0)[keep] * draws
-    counts = torch.bincount(drawn, minlength=16)
+    counts = torch.bincount(drawn, minlength=8)
     assert counts[~keep].sum() == 0
     freedom = len(expected) - 1
     chi_square = float(((counts[keep] - expected) ** 2 / expected).sum())

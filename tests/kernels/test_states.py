@@ -69,7 +69,7 @@ def test_states_go_on_from_page_to_page_in_triton(kind: str, dtype: torch.dtype)
             torch.testing.assert_close(got.double(), expected(of, inputs), atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("kind", ["conv", "delta", "space"])
+@pytest.mark.parametrize("kind", ["conv", pytest.param("delta", marks=pytest.mark.long), "space"])
 def test_a_step_whose_states_are_not_kept_changes_no_page(kind: str) -> None:
     of = layer(kind, torch.float32)
     pool = torch.zeros(2, of.kept_inputs + of.memory)

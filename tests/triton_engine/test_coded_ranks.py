@@ -66,11 +66,12 @@ def codes_of(model: Decoder) -> Iterator[CodeBlocks]:
 @pytest.mark.parametrize(
     "case",
     [
-        "mxfp4",  # experts in two blocks of 32, and in three
+        "int8",
         *(
             pytest.param(case, marks=pytest.mark.long)
             for case in (
-                *("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros", "int8"),
+                "mxfp4",  # experts in two blocks of 32, and in three
+                *("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros"),
                 *("fp8 of outputs", "fp8 of large blocks", "fp8 of tensors", f"{ROUNDED}int8", f"{ROUNDED}int4"),
                 *("qwen3-moe: awq", "qwen3-moe: fp8 of tensors", "deepseek-v3: int8", "Q4_0", "Q4_1", "Q8_0", "MXFP4"),
             )

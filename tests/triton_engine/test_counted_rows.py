@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import InvariantError
@@ -77,7 +77,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(steps=STEPS, num_rows=st.integers(1, 9))
 def test_rows_are_up_to_date_whoever_samples_when_behind_whatever_guesses(
     steps: list[tuple[list[int], list[int], bool, bool, tuple[list[int], int]]], num_rows: int

@@ -146,7 +146,7 @@ def test_two_ranks_with_devices_keep_coded_rows_and_draw_the_tokens_of_one(
 
 
 def test_each_rank_has_pages_of_its_own_heads_and_scores_and_copies_as_one_rank_on_a_cpu_does(tmp_path: Path) -> None:
-    model, whole = write_model("llama3", tmp_path, num_hidden_layers=2), Share((0, 2), (0, 2))
+    model, whole = write_model("llama3", tmp_path, num_hidden_layers=1), Share((0, 1), (0, 2))
     chunk = Chunk((1, 2, 3), 0, (PageId(5),), (spec(),), targets=Targets((2, 3), 2))
     plans = StepPlan((chunk,)), StepPlan((Chunk((9,), 3, (PageId(4),), (spec((1,)),)),), ((PageId(5), PageId(4)),))
     found, pages = [], []
@@ -185,6 +185,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone_beside_steps_launched_ahea
     assert tokens_of(again) == tokens_of(good)
 
 
+@pytest.mark.long
 def test_a_step_that_fails_where_other_ranks_wait_is_a_broken_device(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

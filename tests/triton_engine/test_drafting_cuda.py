@@ -97,6 +97,7 @@ def test_passes_of_a_draft_model_on_kernels_are_replayed_in_captured_sizes(
     assert max(of_draft) <= 16, "two rows of each of eight sequences"
 
 
+@pytest.mark.long
 def test_a_wrong_guess_of_a_draft_model_that_is_kept_would_change_the_kernels_answer(
     model: Model, other: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def test_kernels_sample_with_right_and_wrong_guesses_what_a_cpu_samples_without(
     assert bench.counts["steps"] < plain.counts["steps"]
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.1])
+@pytest.mark.parametrize("penalty", [pytest.param(1.0, marks=pytest.mark.long), 1.1])
 def test_kernels_take_fewer_steps_where_a_text_repeats_also_with_penalties(model: Model, penalty: float) -> None:
     bias = ((REPEATED[0], 100.0),)
     params = replace(GREEDY, max_tokens=16, logit_bias=bias, repetition_penalty=penalty, frequency_penalty=penalty - 1)
@@ -51,6 +51,7 @@ def test_kernels_take_fewer_steps_where_a_text_repeats_also_with_penalties(model
     assert plain.counts["steps"] - bench.counts["steps"] >= 8
 
 
+@pytest.mark.long
 def test_penalties_count_the_guesses_before_a_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     params = replace(PENALIZED, max_tokens=14, frequency_penalty=0.5)
     plain = answered(Bench(model), params)
@@ -107,6 +108,7 @@ def keeping_one_more(chunk: Chunk, sampled: Seq[tuple[Tokens, ...]], is_stuck: S
 _KEPT = verification._kept
 
 
+@pytest.mark.long
 def test_a_wrong_guess_that_is_kept_would_change_the_kernels_answer(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def kept_rows(page: np.ndarray, page_size: int = 16) -> np.ndarray:
     return page.reshape(*page.shape[:3], page_size, -1)[..., :NUM_KEPT, :]
 
 
+@pytest.mark.long
 def test_each_rank_has_kv_of_its_own_heads_of_a_head_also_behind_a_wrong_guess(tmp_path: Path) -> None:
     model, whole = write_model("llama3", tmp_path), Share((0, 4), (0, 2))
     guessed, right = {**with_head(model), "num_speculative_tokens": 2}, list[int]()

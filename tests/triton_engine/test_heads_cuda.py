@@ -147,6 +147,7 @@ def test_an_answer_stops_within_a_chain_of_a_heads_guesses_on_kernels(model: Mod
     assert 1 + bench.counts["steps"] + bench.counts["right"] > num_tokens, "guesses behind it were right"
 
 
+@pytest.mark.long
 def test_a_wrong_guess_of_a_head_that_is_kept_would_change_the_kernels_answer(
     model: Model, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,9 +166,9 @@ def test_padding_changes_neither_pages_nor_logits(model: Model) -> None:
 
 
 def test_greedy_texts_are_those_of_plain_torch(model: Model) -> None:
-    prompts = [tokens_of(length) for length in (1, 16, 25)]
-    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 3, chunk_tokens=20)
-    ours = greedy_texts(CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS), prompts, 3, chunk_tokens=20)
+    prompts = [tokens_of(length) for length in (16, 25)]
+    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 2, chunk_tokens=20)
+    ours = greedy_texts(CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS), prompts, 2, chunk_tokens=20)
     assert ours == expected
 
 

@@ -104,9 +104,9 @@ def test_grammars_and_bad_words_draw_the_cpus_tokens_beside_others(model: Model)
 
 
 PENALTIES = (
-    SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=14, ignore_eos=True),
-    SamplingParams(seed=3, presence_penalty=1.5, frequency_penalty=0.5, max_tokens=11, n=2, ignore_eos=True),
-    SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=0.8, frequency_penalty=-0.3, max_tokens=12),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=10, ignore_eos=True),
+    SamplingParams(seed=3, presence_penalty=1.5, frequency_penalty=0.5, max_tokens=8, n=2, ignore_eos=True),
+    SamplingParams(seed=4, temperature=0.8, top_p=0.9, repetition_penalty=0.8, frequency_penalty=-0.3, max_tokens=8),
 )
 
 
@@ -132,16 +132,16 @@ def test_a_continuation_goes_on_where_another_worker_has_left_it(model: Model) -
     )
     whole.add(1, params)
     whole.run()
-    rest.add(1, params, known=whole.answers[1, 0][:6])
+    rest.add(1, params, known=whole.answers[1, 0][:5])
     rest.run()
-    assert rest.answers[1, 0] == whole.answers[1, 0][6:]
-    assert rest.num_ahead == 7
+    assert rest.answers[1, 0] == whole.answers[1, 0][5:]
+    assert rest.num_ahead == 4
 
 
 def test_a_step_that_is_computed_again_counts_its_tokens_once(model: Model) -> None:
     once, twice = (Bench(CudaRunner(model, 40, PAGE_SIZE, LIMITS), 40) for _ in range(2))
     for bench in (once, twice):
-        bench.add(0, replace(PENALTIES[0], frequency_penalty=0.7, max_tokens=8))
+        bench.add(0, replace(PENALTIES[0], frequency_penalty=0.7, max_tokens=5))
     once.run()
     runner = twice.runner
     while (plan := twice.scheduler.plan()) is not None:
