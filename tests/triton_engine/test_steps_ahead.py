@@ -121,7 +121,7 @@ def test_penalties_draw_the_cpus_tokens_without_a_step_that_waits(model: Model, 
         bench.run()
     assert ours.answers == theirs.answers
     assert (ours.scheduler.num_preemptions > 0) == (num_pages == 5)
-    assert ours.num_ahead > 9
+    assert ours.num_ahead > 7
 
 
 def test_a_continuation_goes_on_where_another_worker_has_left_it(model: Model) -> None:
