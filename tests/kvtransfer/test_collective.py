@@ -47,7 +47,7 @@ def view() -> ByteRows:
     return np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
 
 
-@pytest.fixture(params=[False, True], ids=["in place", "staged"])
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["in place", "staged"])
 def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[Mover]:
     mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=request.param), lambda _: None)
     yield mover
@@ -130,6 +130,7 @@ def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written
     assert_takes_writes(receiver, view)
 
 
+@pytest.mark.parametrize("receiver", [False, True], ids=["in place", "staged"], indirect=True)
 def test_words_that_make_no_sense_end_a_connection_and_others_are_served(receiver: Mover, view: ByteRows) -> None:
     stranger, greeting = connected(receiver)
     greet(stranger, MEETING.secret, greeting)

@@ -74,7 +74,7 @@ class Making:
         return NixlBackend(me, region, Network(tcp_only=self.library.endswith("tcp")))
 
 
-@pytest.fixture(params=["loopback", "nixl", "nixl-tcp"])
+@pytest.fixture(params=["loopback", "nixl", pytest.param("nixl-tcp", marks=pytest.mark.long)])
 def making(request: pytest.FixtureRequest) -> Iterator[Making]:
     with ExitStack() as stack:
         yield Making(request.param, stack)
