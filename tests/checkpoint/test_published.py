@@ -255,7 +255,7 @@ def test_a_published_model_answers_as_its_decoded_weights_do(case: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["fp8 of outputs", "fp8 of large blocks"])
+@pytest.mark.parametrize("case", [pytest.param("fp8 of outputs", marks=pytest.mark.long), "fp8 of large blocks"])
 def test_models_in_fp8_compute_as_their_decoded_weights_do(case: str, tmp_path: Path) -> None:
     published(case, write_model("llama3", tmp_path / "plain", intermediate_size=128), tmp_path / "coded")
     checkpoint = open_directory(tmp_path / "coded")
@@ -275,7 +275,9 @@ def test_models_in_fp8_compute_as_their_decoded_weights_do(case: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner_size", [256, 160])  # in whole blocks, or with one that is parted
+@pytest.mark.parametrize(
+    "inner_size", [pytest.param(256, marks=pytest.mark.long), 160]
+)  # in whole blocks, or with one that is parted
 def test_ranks_of_a_model_in_fp8_compute_as_ranks_of_its_decoded_weights_do(inner_size: int, tmp_path: Path) -> None:
     plain = write_model("llama3", tmp_path / "plain", intermediate_size=inner_size)
     published("fp8 of large blocks", plain, tmp_path / "coded")
