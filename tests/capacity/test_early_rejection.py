@@ -31,7 +31,7 @@ def swing(loads: Sequence[int]) -> float:
     return fmean([pstdev(loads[start : start + WINDOW]) / fmean(loads[start : start + WINDOW]) for start in starts])
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_what_is_on_its_way_to_decode_workers_counts(seed: int) -> None:
     workload = random_lengths(900, 4000, 45, seed, 0.4).at_rate(25.0)
     run = simulate(PROFILE, Shape(16, 2, local_prefill=False), "goodput", workload, OBJECTIVE)

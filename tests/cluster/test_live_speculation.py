@@ -200,6 +200,7 @@ def test_kv_of_a_head_crosses_with_prompts_that_other_workers_computed(cluster: 
     assert num_right > 0.95 * num_guessed > 0, "where guesses were often wrong before, few are made: so it is the first"
 
 
+@pytest.mark.long
 def test_answers_are_those_of_one_engine_without_guesses(
     cluster: LiveCluster, expected: list[dict[int, list[int]]]
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_which_has_not_started(
         assert ends(running) == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in (ROUTER, UP)), DECODE])
+@pytest.mark.parametrize("kind", [ROUTER, *(pytest.param(kind, marks=pytest.mark.long) for kind in (UP, DECODE))])
 def test_process_1_of_a_container_heeds_a_signal_while_its_model_loads(
     kind: str, endless_model: Path, tmp_path: Path
 ) -> None:

@@ -164,7 +164,7 @@ branches = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.lists(branches, min_size=2, max_size=3), st.integers(0, 2**32))
 def test_answers_of_a_one_of_that_is_accepted_match_exactly_one_alternative(
     grammars: Grammars, alternatives: list[Schema], seed: int
@@ -181,7 +181,7 @@ VALUES: list[Any] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(branches, branches)
 def test_no_value_matches_both_of_two_schemas_that_are_proven_disjoint(first: Schema, second: Schema) -> None:
     if not Prover({}).are_disjoint(first, second):
@@ -269,7 +269,7 @@ EDGES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(EDGES, EDGES, st.sampled_from(["both", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]))
 def test_large_bounds_compile_and_let_nothing_beyond_through(a: int, b: int, which: str) -> None:
     low, high = sorted((a, b))

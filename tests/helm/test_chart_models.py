@@ -133,10 +133,13 @@ def test_each_model_follows_a_policy_of_its_own() -> None:
     "more",
     [
         {},
-        {
-            "tls.identity": {"from": "certManager", "issuerRef": {"name": "authority"}},
-            "monitoring.metrics": "PodMonitor",
-        },
+        pytest.param(
+            {
+                "tls.identity": {"from": "certManager", "issuerRef": {"name": "authority"}},
+                "monitoring.metrics": "PodMonitor",
+            },
+            marks=pytest.mark.long,
+        ),
         {"frontends.replicas": 3, "autoscaling.by": "keda", "autoscaling.policyAs": "AutoscalingPolicy"},
         {"pods.serviceAccount.name": "all", "operator.serviceAccount.name": "operator"},
     ],
@@ -182,62 +185,66 @@ def test_models_of_the_hub_are_downloaded_once_to_a_claim_that_all_share() -> No
 HUB: Manifest = {"name": "h", "model": {"hub": {"repository": "org/m"}}}
 
 
+REFUSED: list[tuple[Manifest, str]] = [
+    ({**SHARED, "models": [ALPHA, {**BETA, "name": "alpha"}]}, "models.1.name: alpha is there twice"),
+    (
+        {**SHARED, "models": [{"name": "a", "model": {"path": "/models/a"}}]},
+        "models.0.model.servedName: is required",
+    ),
+    (
+        {
+            **SHARED,
+            "models": [
+                {**ALPHA, "prefill": {"serviceAccount": {"name": "one"}}},
+                {**BETA, "operator": {"serviceAccount": {"name": "one"}}},
+            ],
+        },
+        "models.1.operator.serviceAccount.name: must differ from that of alpha-prefill",
+    ),
+    ({**SHARED, "models": [{**ALPHA, "model": {"servedName": "a"}}]}, "models.0.model.path: must be below /models"),
+    ({**BOTH, "model.servedName": "m"}, "model.servedName: goes into each of models"),
+    ({"model.source": "hub", "models": [HUB]}, "model.persistence.enabled: must be true where several models"),
+    (
+        {**BOTH, "fullnameOverride": "x" * 40, "models": [{**ALPHA, "name": "y" * 20}]},
+        "61 characters; 50 are the limit",
+    ),
+    ({**BOTH, "models": [{"model": {}}]}, "name"),
+    (
+        {**BOTH, "models": [{**ALPHA, "router": {"config": {"enable_log_requests": True}}}]},
+        "models.0.router.config: Additional property enable_log_requests is not allowed",
+    ),
+]
+ALSO_REFUSED: list[tuple[Manifest, str]] = [
+    (
+        {**SHARED, "models": [ALPHA, {**BETA, "model": ALPHA["model"]}]},
+        "models.1: org/alpha is the name of two",
+    ),
+    ({**SHARED, "models": [ALPHA, {**BETA, "name": "alpha-prefill"}]}, "models.1.name: alpha-prefill has the name"),
+    (
+        {**SHARED, "models": [{**ALPHA, "name": "a-autoscaler-2"}, BETA]},
+        "models.0.name: a-autoscaler-2 has the name",
+    ),
+    (
+        {**BOTH, "frontends.serviceAccount.name": "chat-pdserve-beta-autoscaler"},
+        "models.1.operator.serviceAccount.name: must differ from that of frontend",
+    ),
+    ({**BOTH, "model.path": "/models/a"}, "model.path: goes into each of models"),
+    (
+        {**BOTH, "router.config": {"served_model_aliases": ["x"]}},
+        "router.config.served_model_aliases: goes with one",
+    ),
+    ({**BOTH, "autoscaling.by": "hpa"}, "models.0.autoscaling.follow: desired goes with pdserve or keda"),
+    ({**BOTH, "models": [{**ALPHA, "name": "A"}]}, "models.0.name: Does not match"),
+    ({**BOTH, "models": [{**ALPHA, "router": {"service": {}}}]}, "service"),
+    (
+        {**SHARED, "models": [ALPHA, {**BETA, "router": {"config": {"served_model_aliases": ["org/alpha"]}}}]},
+        "models.1: org/alpha is the name of two",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({**SHARED, "models": [ALPHA, {**BETA, "name": "alpha"}]}, "models.1.name: alpha is there twice"),
-        (
-            {**SHARED, "models": [ALPHA, {**BETA, "model": ALPHA["model"]}]},
-            "models.1: org/alpha is the name of two",
-        ),
-        (
-            {**SHARED, "models": [{"name": "a", "model": {"path": "/models/a"}}]},
-            "models.0.model.servedName: is required",
-        ),
-        ({**SHARED, "models": [ALPHA, {**BETA, "name": "alpha-prefill"}]}, "models.1.name: alpha-prefill has the name"),
-        (
-            {**SHARED, "models": [{**ALPHA, "name": "a-autoscaler-2"}, BETA]},
-            "models.0.name: a-autoscaler-2 has the name",
-        ),
-        (
-            {
-                **SHARED,
-                "models": [
-                    {**ALPHA, "prefill": {"serviceAccount": {"name": "one"}}},
-                    {**BETA, "operator": {"serviceAccount": {"name": "one"}}},
-                ],
-            },
-            "models.1.operator.serviceAccount.name: must differ from that of alpha-prefill",
-        ),
-        (
-            {**BOTH, "frontends.serviceAccount.name": "chat-pdserve-beta-autoscaler"},
-            "models.1.operator.serviceAccount.name: must differ from that of frontend",
-        ),
-        ({**SHARED, "models": [{**ALPHA, "model": {"servedName": "a"}}]}, "models.0.model.path: must be below /models"),
-        ({**BOTH, "model.path": "/models/a"}, "model.path: goes into each of models"),
-        ({**BOTH, "model.servedName": "m"}, "model.servedName: goes into each of models"),
-        (
-            {**BOTH, "router.config": {"served_model_aliases": ["x"]}},
-            "router.config.served_model_aliases: goes with one",
-        ),
-        ({**BOTH, "autoscaling.by": "hpa"}, "models.0.autoscaling.follow: desired goes with pdserve or keda"),
-        ({"model.source": "hub", "models": [HUB]}, "model.persistence.enabled: must be true where several models"),
-        (
-            {**BOTH, "fullnameOverride": "x" * 40, "models": [{**ALPHA, "name": "y" * 20}]},
-            "61 characters; 50 are the limit",
-        ),
-        ({**BOTH, "models": [{**ALPHA, "name": "A"}]}, "models.0.name: Does not match"),
-        ({**BOTH, "models": [{**ALPHA, "router": {"service": {}}}]}, "service"),
-        ({**BOTH, "models": [{"model": {}}]}, "name"),
-        (
-            {**SHARED, "models": [ALPHA, {**BETA, "router": {"config": {"served_model_aliases": ["org/alpha"]}}}]},
-            "models.1: org/alpha is the name of two",
-        ),
-        (
-            {**BOTH, "models": [{**ALPHA, "router": {"config": {"enable_log_requests": True}}}]},
-            "models.0.router.config: Additional property enable_log_requests is not allowed",
-        ),
-    ],
+    ("values", "words"), [*REFUSED, *(pytest.param(*each, marks=pytest.mark.long) for each in ALSO_REFUSED)]
 )
 def test_values_of_several_models_that_cannot_be_are_refused_by_key(values: Manifest, words: str) -> None:
     assert words in refusal(values)

@@ -77,7 +77,7 @@ def drawn(count: int, **options: Any) -> list[list[Manifest]]:  # noqa: ANN401 -
 
 
 def test_what_random_values_render_is_valid(whole: Path) -> None:
-    for batch in drawn(20, derandomize=True):
+    for batch in drawn(BATCH, derandomize=True):
         look_at(whole, batch, [SUPPORTED[0], SUPPORTED[-1]])
 
 

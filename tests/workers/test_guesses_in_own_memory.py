@@ -7,19 +7,15 @@ from guesses_of_ranks import ASKED, OWN, RANKS, assert_guesses_change_no_token
 from model_zoo import UNEVEN, write_model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "method", "settings"),
     [
         ("llama3", "ngram", RANKS),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("llama3", "ngram", OWN),
-                ("llama3", "suffix", {**OWN, "tensor_parallel_size": 4}),
-                ("gemma3", "suffix", RANKS),
-                ("deepseek-v3", "ngram", RANKS),
-            )
-        ),
+        ("llama3", "ngram", OWN),
+        ("llama3", "suffix", {**OWN, "tensor_parallel_size": 4}),
+        ("gemma3", "suffix", RANKS),
+        ("deepseek-v3", "ngram", RANKS),
     ],
 )
 def test_looked_up_guesses_change_no_token_of_ranks_with_memory_of_their_own(
