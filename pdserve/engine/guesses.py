@@ -144,7 +144,8 @@ class Guessing:
 
     index: NgramIndex | None = None  # from the first lookup on
     trials: Trials = field(default_factory=Trials)
-    num_matched: int = 0  # tokens before the present guesses; below zero: so many in another answer
+    num_matched: int = 0  # tokens before the present guesses
+    source: DraftSource | None = None  # of the present guesses; None: the runner makes them
     num_drafted: int = 0  # leading tokens whose KV the draft model has
     num_to_feed: int = 0  # most tokens before those of the next step that the draft model takes in after it
     num_to_draft: int = 0  # most guesses that the draft model makes after the next step

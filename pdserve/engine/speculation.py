@@ -51,7 +51,7 @@ class Speculation:
         self._answers = None if answers is None else RecentAnswers(answers)
         self._draft_model = DraftModel(guesser) if isinstance(guesser, DraftsBy) and num_tokens else None
         self._steps = TimedSteps()
-        self._by_match: dict[int, Trials] = {}  # by the length of the match
+        self._by_match: dict[tuple[DraftSource | None, int], Trials] = {}  # by where the match is, and its length
         self._num_left = _INDEXED_AT_ONCE
         self._num_lookups = _ANSWERS_AT_ONCE
         self._num_chosen = 0
@@ -105,21 +105,19 @@ class Speculation:
             guessing.index = NgramIndex(self._lookup)
         self._num_left -= guessing.index.extend(tokens, self._num_left)
         is_indexed = guessing.index.num_indexed == len(tokens)
-        match = guessing.index.find(tokens, most) if is_indexed else NO_MATCH
-        guessing.num_matched, sequence.drafts = match.num_matched, match.guesses
+        match, source = guessing.index.find(tokens, most) if is_indexed else NO_MATCH, DraftSource.NGRAM
         if self._answers is not None and self._num_lookups:
             self._num_lookups -= 1
             other = self._answers.find(sequence.job.scope, tokens, most, match.num_matched)
             if other.guesses:
-                guessing.num_matched, sequence.drafts = -other.num_matched, other.guesses
+                match, source = other, DraftSource.SUFFIX
+        guessing.num_matched, guessing.source, sequence.drafts = match.num_matched, source, match.guesses
 
     def verified(self, sequence: Sequence, chunk: Chunk, num_accepted: int) -> Verified | None:
         """Return how a chunk's guesses turned out, so many of which are the sequence's tokens; None: it had none."""
         if not chunk.num_drafts or self.source is None:
             return None
-        is_own = self.source is DraftSource.SUFFIX and sequence.guessing.num_matched >= 0
-        source = DraftSource.NGRAM if is_own else self.source
-        return Verified(source, chunk.num_drafts, num_accepted)
+        return Verified(sequence.guessing.source or self.source, chunk.num_drafts, num_accepted)
 
     def remember(self, sequence: Sequence) -> None:
         """Take in a sequence that is not computed any more: others may go on as its answer did."""
@@ -195,7 +193,8 @@ class Speculation:
 
     def _trials(self, sequence: Sequence) -> tuple[Trials, Trials]:
         """Return those of a sequence, and of all guesses after a match as long."""
-        return sequence.guessing.trials, self._by_match.setdefault(sequence.guessing.num_matched, Trials())
+        guessing = sequence.guessing
+        return guessing.trials, self._by_match.setdefault((guessing.source, guessing.num_matched), Trials())
 
 
 def _counted(decoding: Seq[Sequence], gains: Seq[_Gain]) -> dict[Sequence, int]:

@@ -8,6 +8,7 @@ import torch
 from pdserve.base.errors import ConfigError
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
+from pdserve.model.design import Experts
 from pdserve.model.layer_groups import layer_groups
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.settings.config import Device, WorkerConfig
@@ -34,8 +35,7 @@ def check_kernels(
     from pdserve.kernels.states import DTYPES  # noqa: PLC0415
     from pdserve.kernels.tuning import INTERPRETER  # noqa: PLC0415
 
-    if model.attends_in_torch:
-        lacking = "windows that begin at multiples of their length"
+    if lacking := _lacking(model):
         raise ConfigError(f"device: {device} does not serve this model: its kernels have no {lacking} yet")
     try:
         if model.has_states:
@@ -52,6 +52,14 @@ def check_kernels(
     except ValueError as error:
         raise ConfigError(f"device: {device} does not serve this model: {error}") from error
     return specs
+
+
+def _lacking(model: ModelConfig) -> str:
+    """Return what a model needs that no kernel computes; empty: nothing."""
+    if model.attends_in_torch:
+        return "windows that begin at multiples of their length"
+    experts = [layer.mlp for layer in model.design.layers if isinstance(layer.mlp, Experts)]
+    return "experts whose inputs are weighed" if any(each.weighs_inputs for each in experts) else ""
 
 
 def check_use(config: WorkerConfig, model: ModelConfig, specs: "list[AttentionSpec]", device: torch.device) -> None:

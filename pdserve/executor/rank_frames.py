@@ -6,6 +6,7 @@ memory of their own.
 
 import msgspec
 
+from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
 from pdserve.kvtransfer.routes import Share
@@ -83,7 +84,9 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 def step_of(plan: StepPlan, *, is_guessing: bool = False) -> Step:
-    """Return a step as other ranks need it."""
+    """Return a step as other ranks need it; InvariantError for an adapter: they would compute without it."""
+    if any(chunk.adapter for chunk in plan.chunks):
+        raise InvariantError("an adapter: other ranks have none")
     parts = [
         Part(
             token_ids=list(chunk.token_ids),

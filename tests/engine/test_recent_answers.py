@@ -128,13 +128,13 @@ def test_a_sequence_is_guessed_from_what_was_answered_before_unless_it_says_more
         stepped(scheduler)
     same = sequence_of(EVERYONE, (7, 2, 3), (10,))
     made.guess(same, (), 8)
-    assert (same.drafts, same.guessing.num_matched) == ((11, 12, 13), -3)
+    assert (same.drafts, same.guessing.num_matched, same.guessing.source) == ((11, 12, 13), 3, "suffix")
     other = sequence_of(OTHERS, (7, 2, 3), (10,))
     made.guess(other, (), 8)
     assert other.drafts == ()
     itself = sequence_of(EVERYONE, (7, 2, 3, 10, 30, 31), (7, 2, 3, 10))
     made.guess(itself, (), 2)
-    assert (itself.drafts, itself.guessing.num_matched) == ((30, 31), 4)
+    assert (itself.drafts, itself.guessing.num_matched, itself.guessing.source) == ((30, 31), 4, "ngram")
     found = []
     for _ in range(20):
         made.guess(same, (), 8)

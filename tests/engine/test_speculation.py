@@ -75,20 +75,20 @@ def test_guesses_are_what_followed_the_longest_match_that_was_looked_at(
 
 
 @pytest.mark.parametrize(
-    ("made", "num_matched", "source"),
+    ("made", "found", "source"),
     [
-        (Speculation(8, LOOKUP), 3, "ngram"),
-        (Speculation(8, OF_ANSWERS), 3, "ngram"),
-        (Speculation(8, OF_ANSWERS), -3, "suffix"),
-        (Speculation(8, DraftsBy(DraftSource.DRAFT_MODEL, 100)), 0, "draft_model"),
-        (Speculation(8, DraftsBy(DraftSource.MTP, 100)), 0, "mtp"),
+        (Speculation(8, LOOKUP), DraftSource.NGRAM, "ngram"),
+        (Speculation(8, OF_ANSWERS), DraftSource.NGRAM, "ngram"),
+        (Speculation(8, OF_ANSWERS), DraftSource.SUFFIX, "suffix"),
+        (Speculation(8, DraftsBy(DraftSource.DRAFT_MODEL, 100)), None, "draft_model"),
+        (Speculation(8, DraftsBy(DraftSource.MTP, 100)), None, "mtp"),
     ],
 )
 def test_guesses_are_told_by_where_they_came_from_as_far_as_they_are_in_the_answer(
-    made: Speculation, num_matched: int, source: str
+    made: Speculation, found: DraftSource | None, source: str
 ) -> None:
     sequence, chunk = sequence_of([1, 2, 3]), Chunk((0,) * 6, 0, (), (), Phase.DECODE, num_drafts=5)
-    sequence.guessing.num_matched = num_matched
+    sequence.guessing.source = found
     assert [made.verified(sequence, chunk, num_right) for num_right in (0, 2, 5)] == [
         Verified(DraftSource(source), 5, num_right) for num_right in (0, 2, 5)
     ]

@@ -27,7 +27,7 @@ from torch import Tensor
 from whole_attention import torch_attention
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
+from pdserve.checkpoint.checkpoint import UNROUNDED, ChosenQuantization, in_form
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
@@ -283,6 +283,21 @@ def wholly_turning(of: Design) -> Design:
 
 def mlp(**changes: object) -> Change:
     return lambda of: each_layer(of, lambda layer: replace(layer, mlp=replace(layer.mlp, **changes)))
+
+
+def test_routers_of_experts_are_rounded_in_no_family(folders: Callable[[str], Path]) -> None:
+    designs = [config_of(folders(family)).design for family in MORE_FAMILIES]
+    mixtures = [layer.mlp for design in designs for layer in design.layers if isinstance(layer.mlp, Experts)]
+    assert {each.router for each in mixtures} >= {"gate", "router", "router.layer"}
+    assert [each.router for each in mixtures if not f".{each.router}.weight".endswith(UNROUNDED)] == []
+
+
+def test_kernels_of_gpus_refuse_experts_whose_inputs_are_weighed(folders: Callable[[str], Path]) -> None:
+    config = config_of(folders("qwen3-moe"))
+    check_kernels("interpreter", config, 16, torch.float32)
+    weighing = replace(config, design=mlp(weighs_inputs=True)(config.design))
+    with pytest.raises(ConfigError, match="no experts whose inputs are weighed yet"):
+        check_kernels("interpreter", weighing, 16, torch.float32)
 
 
 def layers(**changes: object) -> Change:

@@ -18,7 +18,7 @@ from rank_pages import pages_of, ranks, whole_page
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pdserve.base.errors import ConfigError, DeviceError
+from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
@@ -227,20 +227,23 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     targets = Targets((5, 6), 3)
     pages, others = (PageId(3), PageId(4)), ((PageId(7),), (PageId(9), PageId(8)))
     chunk = Chunk((1, 2, 3), 4, pages, (spec(), spec()), Phase.DECODE, None, targets, 2, others, pooling=POOLINGS[0])
+    chunk = replace(chunk, following=9)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(step_of(StepPlan((chunk,)))), type=Step)
     (told,) = plan_of(sent).chunks
     assert [len(told.samples), told.phase, told.num_drafts, told.start] == [2, Phase.DECODE, 2, 4]
     assert (tuple(told.token_ids), tuple(told.pages)) == ((1, 2, 3), pages)
     assert tuple(map(tuple, told.other_pages)) == others
-    assert told.pooling == POOLINGS[0]
+    assert (told.pooling, told.following) == (POOLINGS[0], 9)
     assert told.targets is not None
     assert tuple(told.targets.token_ids) == (5, 6)
     known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages", "pooling"}
-    of_rank_0 = {"adapter", "draft", "following"}  # refused so far
+    of_rank_0 = {"adapter", "draft"}
     launched = msgspec.msgpack.encode(step_of(StepPlan((Chunk((0,), 4, pages, (spec(),), Phase.DECODE, 2),))))
     (ahead,) = plan_of(msgspec.msgpack.decode(launched, type=Step)).chunks
     assert (told.previous, ahead.previous) == (None, 2)
-    known.add("previous")
+    known |= {"previous", "following"}
+    with pytest.raises(InvariantError, match="an adapter"):
+        step_of(StepPlan((replace(chunk, adapter=b"of an adapter"),)))
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
 
 
