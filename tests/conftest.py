@@ -1,8 +1,9 @@
 """What every test needs to run where it is: no GPU, no test that needs one."""
 
+import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("any", deadline=None)
 settings.load_profile("any")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while tests are collected: nearly all that is made then stays until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,14 +1,13 @@
 """Anthropic's Messages API, as its own client and a plain one see it."""
 
 import json
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import pytest
-from anthropic.types import RawMessageStreamEvent
 from http_door import HttpRouter, StartHttp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,13 +26,25 @@ from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.openai.filters import plan
 from pdserve.router.requests.timeline import Usage
 
+if TYPE_CHECKING:  # it takes more than a second to import, in each process that collects tests
+    import anthropic
+    from anthropic.types import RawMessageStreamEvent
+
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PROMPT = "user: hello\nassistant:"
-EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 
 
-def client_of(door: HttpRouter, key: str = "none") -> anthropic.AsyncAnthropic:
+@cache
+def event_type() -> "TypeAdapter[RawMessageStreamEvent]":
+    from anthropic.types import RawMessageStreamEvent  # noqa: PLC0415 - as below
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
+def client_of(door: HttpRouter, key: str = "none") -> "anthropic.AsyncAnthropic":
+    import anthropic  # noqa: PLC0415 - it takes more than a second
+
     return anthropic.AsyncAnthropic(base_url=door.router.addresses.http, api_key=key, max_retries=0, timeout=20)
 
 
@@ -83,6 +94,8 @@ async def test_a_message_may_be_shorter_than_max_tokens_where_the_model_has_no_m
 
 
 async def test_a_key_is_shown_as_either_client_shows_it(start_http: StartHttp, tmp_path: Path) -> None:
+    import anthropic  # noqa: PLC0415 - it takes more than a second
+
     key, digest = new_key()
     file = tmp_path / "keys.yaml"
     file.write_text(f"tenants: {{acme: {{keys: [{{id: web, sha256: {digest}}}]}}}}")
@@ -141,6 +154,8 @@ async def test_what_is_not_served_is_refused_in_the_shape_of_this_api(
 
 
 async def test_other_refusals_have_the_types_that_clients_know(start_http: StartHttp) -> None:
+    import anthropic  # noqa: PLC0415 - it takes more than a second
+
     door = await start_http(pair=False, max_num_held=0)
     body = {"model": MODEL, "max_tokens": 4, "messages": HELLO}
     old = await door.http.post(MESSAGES, json=body, headers={"anthropic-version": "2023-01-01"})
@@ -277,7 +292,7 @@ def events_of(written: Written) -> tuple[list[Json], Json]:
         name, data = event.split("\n")
         told = json.loads(data.removeprefix("data: "))
         assert name == f"event: {told['type']}"
-        EVENT.validate_python(told)
+        event_type().validate_python(told)
         events.append(told)
     return events, events[-2]["delta"]
 
