@@ -2,6 +2,7 @@
 
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -153,6 +154,7 @@ TestAnyOrder.settings = settings(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     rate=st.floats(1, 45),

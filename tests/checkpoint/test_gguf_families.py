@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 PAGE_SIZE, NUM_PAGES = 16, 10
 PROMPT = prompt(150)
 CLOSE = {"atol": 5e-4, "rtol": 5e-4}
+CODED = ("llama", "gemma2", "phi3-whole", "qwen2moe")  # of which codes are compared in each run
 
 
 @torch.inference_mode()
@@ -79,7 +80,9 @@ def test_files_of_the_tests_are_read_alike_by_transformers_itself(name: str, tmp
     torch.testing.assert_close(logits_of(path), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in CODED else pytest.mark.long) for each in CASES]
+)
 def test_codes_that_are_kept_mean_what_the_file_means(name: str, tmp_path: Path) -> None:
     path = write_gguf(CASES[name], random_model(CASES[name]), tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
     checkpoint = open_checkpoint(path)

@@ -62,7 +62,10 @@ def texts() -> list[str]:
     return ["", *FRAGMENTS, *mixed, "".join(char for char in scrambled if not char.isnumeric())]
 
 
-@pytest.mark.parametrize("text", IDS_WITH_DIGITS)
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(each, marks=pytest.mark.long if place > 3 else ()) for place, each in enumerate(IDS_WITH_DIGITS)],
+)
 def test_digits_are_cut_off_before_the_words_beside_them(smollm2: Checkpoint, text: str) -> None:
     assert smollm2.tokenizer().encode(text, add_special=False) == IDS_WITH_DIGITS[text]
 

@@ -22,7 +22,9 @@ def broken(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "config.json" else pytest.mark.long) for each in BROKEN]
+)
 def test_up_starts_no_process_for_a_model_that_no_process_could_serve(tmp_path: Path, name: str) -> None:
     folder = broken(tmp_path, name)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}

@@ -95,10 +95,8 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(3, 40000) for _ in range(length)]
 
 
-@pytest.mark.parametrize(
-    "length",
-    [*(pytest.param(length, marks=pytest.mark.long) for length in (1, PAGE_SIZE, CHUNK)), PAGE_SIZE + 1, 3 * CHUNK + 5],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("length", [1, PAGE_SIZE, CHUNK, PAGE_SIZE + 1, 3 * CHUNK + 5])
 def test_in_bfloat16_two_workers_answer_as_one_engine_does(pair: LiveCluster, engine: OneEngine, length: int) -> None:
     prompt = random_prompt(length, length)
     answer = pair.generate(greedy(prompt, 24))

@@ -112,7 +112,9 @@ def right_head(model: Model, folder: Path, quantization: ChosenQuantization = "n
     return open_head(write_head(folder, config, head), model.config).load(model, quantization)
 
 
-@pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other
+@pytest.mark.parametrize(
+    "num_pages", [pytest.param(300, marks=pytest.mark.long), 14]
+)  # with 14, they preempt each other
 @pytest.mark.parametrize("is_right", [True, False])
 def test_answers_are_those_without_a_head_in_tokens_ends_and_scores(
     model: Model, head: Eagle3Head, is_right: bool, num_pages: int
@@ -259,7 +261,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "gemma2", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2", "qwen3-moe", "gpt-oss"))],
+    ["gemma2", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2", "qwen3", "qwen3-moe", "gpt-oss"))],
 )
 def test_a_head_guesses_what_it_is_defined_to_guess_beside_each_family(tmp_path: Path, family: str) -> None:
     oracle = oracle_of(family, tmp_path, norm_before_residual=family == "qwen3")

@@ -97,7 +97,9 @@ def test_pages_that_are_divided_one_way_arrive_divided_another_way(making: Makin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), PAIRS[:4])
+@pytest.mark.parametrize(
+    ("source", "target"), [*(pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS[:2]), *PAIRS[2:4]]
+)
 def test_probes_of_divided_pages_write_as_copies_do_and_to_no_page(making: Making, source: str, target: str) -> None:
     ours, theirs = making.worker("p", source, 1), making.worker("d", target, 2)
     before, written = theirs.pages.whole(), random_pages(1)

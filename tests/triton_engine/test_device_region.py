@@ -48,7 +48,7 @@ def test_digests_are_what_the_kernels_reference_says_as_numbers_without_a_sign()
     assert device_region(pages).digests(SRC) == tuple(digest % 2**64 for digest in wanted)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 4))])
 def test_digests_of_the_parts_of_ranks_add_up_to_that_of_the_whole_page(num_ranks: int) -> None:
     pages = random_pages(12)
     divided = Divided.of(pages, by_heads(num_ranks))
