@@ -165,7 +165,11 @@ def test_a_disruption_budget_has_one_limit(budget: Manifest, limit: dict[str, An
 NIGHT = {"start": "20:00", "end": "06:00", "minReplicas": 0}
 
 
-@pytest.mark.parametrize("pool", [{"minReplicas": 0}, {"schedules": [NIGHT]}], ids=["always", "at night"])
+@pytest.mark.parametrize(
+    "pool",
+    [pytest.param({"minReplicas": 0}, marks=pytest.mark.long), {"schedules": [NIGHT]}],
+    ids=["always", "at night"],
+)
 def test_a_pool_that_may_be_empty_lets_requests_wait_at_routers(pool: Manifest) -> None:
     values = {"autoscaling.by": "pdserve", "autoscaling.policy.pools.decode": {"maxReplicas": 4, **pool}}
     assert settings(rendered(values), "router")["scale_to_zero"] is True

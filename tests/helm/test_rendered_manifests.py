@@ -36,7 +36,7 @@ def test_every_manifest_is_valid_for_the_newest_versions_of_kubernetes(name: str
             assert problems(manifest, version) == []
 
 
-@pytest.mark.parametrize("file", ["laptop", "h100-rdma", "several-nodes"])
+@pytest.mark.parametrize("file", [pytest.param("laptop", marks=pytest.mark.long), "h100-rdma", "several-nodes"])
 def test_lint_finds_nothing(file: str) -> None:
     helm("lint", "--strict", str(CHART), f"--values={CHART / 'values' / file}.yaml")
 
