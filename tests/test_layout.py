@@ -51,6 +51,27 @@ def test_no_test_is_skipped_for_want_of_a_package() -> None:
     assert [path.name for path in tracked("tests/*.py") if skipping in path.read_text(encoding="utf-8")] == []
 
 
+def test_what_is_said_to_be_pure_is_kept_so() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (listed,) = (set(each["source_modules"]) for each in contracts if each["name"] == "Decisions are pure")
+    named = {target.removeprefix("../").replace("/", "."): f"pdserve.{link}" for link, target in LINKS.items()}
+    pure = set[str]()
+    for path in tracked("pdserve/*.py", *(f"{target.removeprefix('../')}/*.py" for target in LINKS.values())):
+        if re.search(r"\bPure\.", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            place = next((each for each in named if module.startswith(f"{each}.")), "")
+            pure.add(named[place] + module.removeprefix(place) if place else module)
+    assert len(pure) > 40
+    assert sorted(each for each in pure if not {each, *packages_of(each)} & listed) == []
+
+
+def packages_of(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
 def test_no_imports_go_in_a_circle() -> None:
     """Imports within functions count; those that only name types do not."""
     graph = grimp.build_graph("pdserve", exclude_type_checking_imports=True, cache_dir=None)

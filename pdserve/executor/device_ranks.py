@@ -19,7 +19,7 @@ from pdserve.base.signals import end_served
 from pdserve.checkpoint.checkpoint import weights_in_form
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
-from pdserve.executor.draft_loading import Drafts, Guessing, drafter_of, follow_head, load_guessing
+from pdserve.executor.draft_loading import Drafts, LoadedDrafts, drafter_of, follow_head, load_guessing
 from pdserve.executor.executor import Executor
 from pdserve.executor.followers import Followers
 from pdserve.executor.form import Form, Progress, check_inputs, load_form
@@ -50,7 +50,7 @@ class Fitting:
     layout: KvLayout
     num_pages: int | None  # None: as many as fit on each device
     limits: Callable[[int], Limits]  # of steps over so many pages
-    room: Callable[[Model, Guessing | None], int]  # how many pages fit on a device beside what a rank has loaded
+    room: Callable[[Model, LoadedDrafts | None], int]  # how many pages fit on a device beside what a rank has loaded
 
 
 def load_on_devices(

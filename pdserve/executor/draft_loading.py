@@ -50,7 +50,7 @@ _COMPARED = (  # of a model in several ranks: type and codes beside which a head
 _COMPARED_HEADS = (*_COMPARED, *(("bfloat16", codes) for codes in ("fp8", "awq")))  # of EAGLE-3
 
 Drafts = Form | HeadFiles | MtpFiles | None  # a draft model, a head, or neither
-Guessing = Model | Eagle3Head | MtpHead  # loaded
+LoadedDrafts = Model | Eagle3Head | MtpHead  # loaded
 
 
 def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str = "") -> Drafts:
@@ -194,7 +194,7 @@ def _token_bytes(draft: Form) -> int:
 
 
 def bytes_beside(
-    model: Model, drafts: Drafts, guessing: Guessing | None, limits: Limits, layout: KvLayout
+    model: Model, drafts: Drafts, guessing: LoadedDrafts | None, limits: Limits, layout: KvLayout
 ) -> tuple[int, int]:
     """Return what guessing for a model takes at most on its GPU, beside weights: for passes, and more for each page."""
     if guessing is None:
@@ -213,7 +213,7 @@ def load_guessing(
     model: Model,
     pages: tuple[int | None, KvLayout],
     ranks: Collective | None = None,
-) -> Guessing | None:
+) -> LoadedDrafts | None:
     """Load what guesses beside a worker's model, if anything does. form: of that model.
 
     pages: how many the worker has, and their layout; None: those that fit on the GPU beside what is loaded. On a CPU
@@ -234,7 +234,7 @@ def load_guessing(
 
 
 def drafter_of(
-    guessing: Guessing | None,
+    guessing: LoadedDrafts | None,
     runner: EngineRunner,
     page_size: int,
     limits: Limits,
@@ -268,7 +268,7 @@ def drafter_of(
     return ModelDrafter(passes)
 
 
-def follow_head(guessing: Guessing | None, runner: EngineRunner, limits: Limits) -> "CudaHead | None":
+def follow_head(guessing: LoadedDrafts | None, runner: EngineRunner, limits: Limits) -> "CudaHead | None":
     """Return this rank's part of a head, which the first rank leads, beside its runner and before its first step."""
     if guessing is None:
         return None

@@ -17,7 +17,7 @@ from pdserve.executor.device_names import MAX_CHARACTERS, device_name
 from pdserve.executor.device_ranks import Fitting, load_on_devices
 from pdserve.executor.draft_loading import (
     Drafts,
-    Guessing,
+    LoadedDrafts,
     bytes_beside,
     choose_forms,
     drafter_of,
@@ -172,7 +172,7 @@ def fitting_of(
     def limits(num_pages: int) -> Limits:
         return limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
 
-    def room(model: Model, guessing: Guessing | None) -> int:
+    def room(model: Model, guessing: LoadedDrafts | None) -> int:
         longest = limits_with(limits_up_to(_longest(config, model), config, checkpoint), drafts)
         beside = bytes_beside(model, drafts, guessing, longest, layout)
         return _pages_beside(model, config, checkpoint, rank_page_bytes(layout, model.rank), beside)
@@ -266,7 +266,7 @@ def _pages_beside(
 
 
 def _runner(
-    models: tuple[Model, Guessing | None],
+    models: tuple[Model, LoadedDrafts | None],
     pages: tuple[int, KvLayout, RankPages | None],
     config: WorkerConfig,
     limits: Limits,

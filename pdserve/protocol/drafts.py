@@ -60,8 +60,6 @@ class Acceptance:
             mine[place] += count
 
 
-SOURCES = dict(enumerate(DraftSource, 1))  # by their numbers in link.proto
-SOURCE_NUMBERS = {source: number for number, source in SOURCES.items()}
 BySource = dict[str, Acceptance]
 
 

@@ -8,6 +8,7 @@ from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, 
 from pdserve.base.roles import Role
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, SCALED, KvGroup, KvLayout, Tier
 from pdserve.protocol.paging import PageShape, Paging
 from pdserve.protocol.reports import Failure, Stage
@@ -20,6 +21,10 @@ TIERS = {link.Tier.Value(f"TIER_{tier.name}"): tier for tier in Tier}
 TIER_NUMBERS = {tier: number for number, tier in TIERS.items()}
 FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 FAILURE_NUMBERS = {failure: number for number, failure in FAILURES.items()}
+SOURCES: dict[int, DraftSource] = {
+    link.DraftSource.Value(f"DRAFT_SOURCE_{source.name}"): source for source in DraftSource
+}
+SOURCE_NUMBERS = {source: number for number, source in SOURCES.items()}
 REQUEST_ID_BYTES = 16
 MAX_WORKER_ID_BYTES = 128
 MAX_KV_GROUPS = 64

@@ -17,9 +17,16 @@ from pdserve.perfmodel.wire import write_cost
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.adapters import DIGEST_BYTES, AdapterDigest
-from pdserve.protocol.drafts import SOURCE_NUMBERS
 from pdserve.protocol.inference import logprobs_to_proto, params_from_proto
-from pdserve.protocol.link import FAILURE_NUMBERS, ROLE_NUMBERS, ROLES, STAGE_NUMBERS, key_from_proto, peer_from_proto
+from pdserve.protocol.link import (
+    FAILURE_NUMBERS,
+    ROLE_NUMBERS,
+    ROLES,
+    SOURCE_NUMBERS,
+    STAGE_NUMBERS,
+    key_from_proto,
+    peer_from_proto,
+)
 from pdserve.protocol.prefix_hash import CacheScope
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.token_ids import TOKEN_ID_BYTES, from_wire

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import Attempt
 from pdserve.perfmodel.curve import attention_work
-from pdserve.protocol.drafts import MAX_DRAFT_TOKENS, SOURCES, Verified, count
+from pdserve.protocol.drafts import MAX_DRAFT_TOKENS, Verified, count
+from pdserve.protocol.link import SOURCES
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.reports import FINISH_REASONS, Stage
 from pdserve.router.placement.placements import DONE, Placements

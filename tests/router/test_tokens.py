@@ -9,7 +9,8 @@ from pdserve.capacity.wires import Delta
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.protocol.drafts import SOURCES, Acceptance
+from pdserve.protocol.drafts import Acceptance
+from pdserve.protocol.link import SOURCES
 from pdserve.protocol.reports import FINISH_REASONS, Failure
 from pdserve.router.live import Live
 from pdserve.router.requests.events import ClientGone, StepReported

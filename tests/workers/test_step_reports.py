@@ -16,7 +16,8 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.observe.metrics import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, ITL, SAMPLED_TOKENS, Distribution
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.protocol.drafts import SOURCES, DraftSource, Verified
+from pdserve.protocol.drafts import DraftSource, Verified
+from pdserve.protocol.link import SOURCES
 from pdserve.protocol.reports import Stage
 from pdserve.protocol.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
