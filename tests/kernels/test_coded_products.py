@@ -30,7 +30,7 @@ OTHER_FORMS: tuple[tuple[Kind, int, bool], ...] = (
     ("int8", 0, True),
     ("fp4", 32, False),
 )
-ROWS = (1, 5, 33)
+ROWS, ALL_ROWS = (1, 5, 33), (1, 5, 16, 33, 64)  # in each run, and in make test-long
 SHAPES = ((64, 256), (100, 384), (33, 160))  # outputs and inputs; a group may be cut off at the end
 
 
@@ -43,10 +43,16 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "group", "minimums"), [*FORMS, *(pytest.param(*form, marks=pytest.mark.long) for form in OTHER_FORMS)]
+    ("kind", "group", "minimums", "rows"),
+    [
+        *((*form, ROWS) for form in FORMS),
+        *(pytest.param(*form, ALL_ROWS, marks=pytest.mark.long) for form in (*FORMS, *OTHER_FORMS)),
+    ],
 )
-def test_products_with_codes_are_those_with_their_weights(kind: Kind, group: int, *, minimums: bool) -> None:
-    for (outputs, inputs), num_rows in pairs(SHAPES, ROWS):
+def test_products_with_codes_are_those_with_their_weights(
+    kind: Kind, group: int, rows: tuple[int, ...], *, minimums: bool
+) -> None:
+    for (outputs, inputs), num_rows in pairs(SHAPES, rows):
         bias = rows_of(1, outputs)[0]
         weight, values = coded_matrix(kind, (outputs, inputs), group or inputs, minimums=minimums, bias=bias)
         x = rows_of(num_rows, inputs + 8)[:, :inputs]
