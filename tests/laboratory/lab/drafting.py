@@ -6,16 +6,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from lab.speculating import PAGE_SIZE, Answering, answered, in_turn, scheduler_of, trial_of
+from pdserve.base.ids import PageId
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.batch import Batch
 from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.guesses import DraftsBy
-from pdserve.engine.runner import Runner
+from pdserve.engine.layer_kinds import by_layer, pool_shape
+from pdserve.engine.runner import Runner, states_of
 from pdserve.engine.scheduler import Limits
-from pdserve.engine.step import SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import load_model
@@ -39,6 +45,8 @@ class Drafted:
     temperature: float
     share_right: float  # of guesses that were compared, with the model's own noise
     share_right_apart: float  # with noise of its own
+    share_by_rejection: float  # that rejection sampling would keep: 1 - TV, the mean over the answers' tokens
+    least_share: float  # with the model's noise, whatever the distributions: the mean of (1 - TV) / (1 + TV)
     without_s: float
     with_s: float
     speedup: float  # median over rounds
@@ -76,9 +84,22 @@ class DraftBench:
         for temperature in _TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=_ANSWERED, ignore_eos=True)
             shared, apart = (self._share_right(prompts[:_COMPARED], params, noise) for noise in (0, _OTHER_SEED))
+            by_rejection, least = self._kept_by_rejection(prompts[:_COMPARED], params)
             plain, guessing = partial(self._answer, prompts, params, None), partial(self._guess, prompts, params)
             _, gain = in_turn(plain, guessing, rounds)
-            yield Drafted(self._num_layers, self._num_streams, temperature, shared, apart, *gain)
+            yield Drafted(self._num_layers, self._num_streams, temperature, shared, apart, by_rejection, least, *gain)
+
+    def _kept_by_rejection(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[float, float]:
+        """Return `share_by_rejection` and `least_share`. TV: how far the two models' distributions are apart."""
+        answers, apart = self._answer(prompts, params, None).answers, list[Tensor]()
+        for number, prompt in enumerate(prompts):
+            token_ids, places = [*prompt, *answers[number]], slice(len(prompt) - 1, -1)
+            own, drafted = (
+                _distributions(runner, token_ids, params)[places] for runner in (self._runner, self._draft_runner)
+            )
+            apart.append((own - drafted).abs().sum(-1) / 2)
+        kept = 1 - torch.cat(apart)
+        return kept.mean().item(), (kept / (2 - kept)).mean().item()
 
     def _share_right(self, prompts: Sequence[Sequence[int]], params: SamplingParams, noise: int) -> float:
         """Return how many of the guesses that were compared were right, where all of them are verified."""
@@ -125,6 +146,23 @@ class DraftBench:
         scheduler, run = scheduler_of(limits, self._num_pages, self._trial), run or self._runner.run
         answered(scheduler, run, prompts[: self._num_streams], params)  # with these, costs are learnt
         return answered(scheduler, run, prompts, params)
+
+
+@torch.inference_mode()
+def _distributions(runner: Runner, token_ids: Sequence[int], params: SamplingParams) -> Tensor:
+    """Return what a model samples from behind each token: [num_tokens, vocab_size]."""
+    model, pages = runner.model, tuple(map(PageId, range(-(-len(token_ids) // PAGE_SIZE))))
+    config, groups = model.config, runner.groups
+    attention = by_layer(
+        lambda kind: TorchAttention(config, kind), model, runner.kv, groups, make_states=states_of(model)
+    )
+    plan = StepPlan((Chunk(tuple(token_ids), 0, pages, ()),))
+    (part,) = attention.parts
+    part.plan(Batch.of(plan, pool_shape(config, len(runner.kv), groups)).of_group(0))
+    logits = model.forward(torch.tensor(token_ids), attention, None).float()
+    if not params.temperature:
+        return one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    return (logits / params.temperature).softmax(-1)
 
 
 def _layer(name: str) -> int:
