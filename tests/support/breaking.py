@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +29,20 @@ def breaks(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[
 
 
 def wrap(owner: object, name: str, around: Callable[..., Any]) -> AbstractContextManager[object]:
-    """Put `around(original, *args)` in the place of a method. AttributeError unless the owner itself has it."""
+    """Put `around(original, *args)` in the place of a method.
+
+    AttributeError unless the owner itself has it; TypeError unless the bug takes what the method takes.
+    """
     if name not in vars(owner):
         raise AttributeError(f"{owner} has no {name} of its own to break")
     original = getattr(owner, name)
+    _check_fits(around, original)
     return patch.object(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+def _check_fits(around: Callable[..., Any], original: Original) -> None:
+    """Raise TypeError unless a bug takes all that a method takes, beside the method itself."""
+    taken = signature(original).parameters.values()
+    by_name = {each.name: None for each in taken if each.kind is Parameter.KEYWORD_ONLY}
+    by_place = [each for each in taken if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    signature(around).bind(original, *by_place, **by_name)

@@ -41,14 +41,16 @@ def give_up_what_the_next_token_still_sees(
 
 
 @breaks(KvCache, "_needed")
-def find_a_prefix_that_one_group_lacks(original: Original, self: KvCache, group: int, num_spans: int) -> range:
+def find_a_prefix_that_one_group_lacks(
+    original: Original, self: KvCache, group: int, num_spans: int, num_known: int
+) -> range:
     """Do without the first span that later queries see in a group with a window."""
-    needed: range = original(self, group, num_spans)
+    needed: range = original(self, group, num_spans, num_known)
     return needed if group == 0 or not needed else needed[1:]
 
 
 @breaks(KvCache, "_last_lack")
-def find_a_prefix_by_its_first_group(original: Original, self: KvCache, prefix: object, num_spans: int) -> int | None:
+def find_a_prefix_by_its_first_group(original: Original, self: KvCache, *of_prefix: object) -> int | None:
     """Ask no other group, and take the first group's pages for those that it lacks."""
     return None
 
