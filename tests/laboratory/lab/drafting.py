@@ -14,12 +14,10 @@ from pdserve.base.ids import PageId
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch
 from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.guesses import DraftsBy
-from pdserve.engine.layer_kinds import by_layer, pool_shape
-from pdserve.engine.runner import Runner, states_of
+from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
@@ -151,15 +149,9 @@ class DraftBench:
 @torch.inference_mode()
 def _distributions(runner: Runner, token_ids: Sequence[int], params: SamplingParams) -> Tensor:
     """Return what a model samples from behind each token: [num_tokens, vocab_size]."""
-    model, pages = runner.model, tuple(map(PageId, range(-(-len(token_ids) // PAGE_SIZE))))
-    config, groups = model.config, runner.groups
-    attention = by_layer(
-        lambda kind: TorchAttention(config, kind), model, runner.kv, groups, make_states=states_of(model)
-    )
-    plan = StepPlan((Chunk(tuple(token_ids), 0, pages, ()),))
-    (part,) = attention.parts
-    part.plan(Batch.of(plan, pool_shape(config, len(runner.kv), groups)).of_group(0))
-    logits = model.forward(torch.tensor(token_ids), attention, None).float()
+    pages = tuple(map(PageId, range(-(-len(token_ids) // PAGE_SIZE))))
+    batch = Batch.of(StepPlan((Chunk(tuple(token_ids), 0, pages, ()),)), runner._pool)
+    logits = runner.model.forward(runner._planned(batch), runner._attention, None).float()
     if not params.temperature:
         return one_hot(logits.argmax(-1), logits.shape[-1]).float()
     return (logits / params.temperature).softmax(-1)
