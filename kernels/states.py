@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_plan import Ints
-from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
+from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.states import Heads, Recurrence
 from pdserve.kernels.device import state_blocks
 from pdserve.kernels.device import states as device_states
 from pdserve.kernels.pageio import power_of_two
 from pdserve.kernels.staging import Staging, aligned
+from pdserve.kernels.state_pieces import Bools, Pieces
 
 DTYPES = (torch.bfloat16, torch.float32)  # of inputs and results
 CONVOLVED = 256  # channels of a program
@@ -70,24 +71,22 @@ class StatesSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    of: Pieces
     tokens: Tensor  # int32 [at least num_tokens, TOKEN_FIELDS]: see `kernels/device/states.py`
-    short: Tensor  # int32 [at least num_short, 2]: the first token of a chunk, and the one behind its last
+    short: Tensor  # int32 [at least num_short, 2]: the first token of a chunk, and the one behind its last; or none
     long: Tensor  # int32 [num_long, 2]: as much of blocks
     blocks: Tensor  # int32 [num_blocks, 2]: as much of tokens
     pages: Tensor  # int32 [num_pieces]: where the states behind pieces belong
     num_short: int
     num_tokens: int
-
-    @property
-    def is_single(self) -> bool:
-        return self.num_short == self.num_tokens
+    decodes: bool  # single tokens, and guesses behind them, alone
 
 
 class PagedStates:
     """Recurrences of all layers over one pool of pages.
 
-    Nothing moves between two steps of single tokens: `recur` may be captured, for up to `max_seqs` rows, and `plan`
-    then changes what replays compute. Rows behind the planned ones are computed as first tokens, which nobody keeps.
+    Nothing moves between two steps that decode: `recur` may be captured, for up to `max_seqs` rows, and `plan` then
+    changes what replays compute. Rows behind the planned ones are computed as first tokens, which nobody keeps.
     """
 
     def __init__(self, pool: Tensor, spec: StatesSpec) -> None:
@@ -103,42 +102,35 @@ class PagedStates:
         self._products = pool.new_zeros((spec.max_tokens, spec.products, BLOCK))  # of a layer at a time
         blocks = 2 * spec.max_blocks
         most = TOKEN_FIELDS * spec.max_tokens, 2 * spec.max_tokens, blocks, blocks, spec.max_pieces
-        self._staging = Staging(pool.device, sum(map(aligned, most)))
+        self._staging, self._later = Staging(pool.device, sum(map(aligned, most))), Staging(pool.device)
         self._heads: Heads | None = None  # of every layer, once one was computed
         self._plan: _Plan | None = None
 
-    def plan(self, page_table: Ints, query_lens: Ints, kv_lens: Ints) -> None:
+    def plan(self, page_table: Ints, query_lens: Ints, kv_lens: Ints, has_guesses: Bools | None = None) -> None:
         """Prepare what the layers of a step share: its chunks, and their pages in order."""
-        spec, span = self._spec, self._spec.span
-        require_lens(query_lens, kv_lens)
-        require_page_table(page_table, kv_lens, span)
-        num_tokens, num_chunks = int(query_lens.sum()), len(query_lens)
+        spec = self._spec
+        of = Pieces.of(page_table, query_lens, kv_lens, spec.span, has_guesses)
+        num_tokens, num_pieces, chunks = len(of.chunks), len(of.pages), of.chunks
         require(num_tokens <= spec.max_tokens, f"query_lens: {num_tokens} tokens, {spec.max_tokens} at most")
-        positions = kv_lens - query_lens
-        ends = np.cumsum(query_lens)
-        chunks = np.repeat(np.arange(num_chunks), query_lens)
-        places = np.arange(num_tokens) - (ends - query_lens)[chunks]
-        found = np.take_along_axis(page_table, np.maximum(positions - 1, 0)[:, None] // span, 1)[:, 0]
-        at = positions[chunks] + places
-        is_end = (at + 1 == kv_lens[chunks]) | ((at + 1) % span == 0)
-        pages = page_table[chunks[is_end], at[is_end] // span]
-        require(len(pages) <= spec.max_pieces, f"query_lens: {len(pages)} pieces, {spec.max_pieces} at most")
+        require(num_pieces <= spec.max_pieces, f"query_lens: {num_pieces} pieces, {spec.max_pieces} at most")
         tokens = np.zeros((max(num_tokens, spec.max_seqs), TOKEN_FIELDS), dtype=np.int64)
         tokens[:, 1:] = -1
-        pieces = np.where(is_end, np.cumsum(is_end) - 1, -1)
-        tokens[:num_tokens] = np.stack((places, np.where(positions > 0, found, -1)[chunks], pieces), axis=1)
+        tokens[:num_tokens] = np.stack((of.places, of.before[chunks], of.ended), axis=1)
         is_long = (query_lens >= spec.min_blocked) & (spec.products > 0)
-        begins = np.flatnonzero(is_long[chunks] & (np.minimum(places, at % span) % BLOCK == 0))
-        counts = np.bincount(chunks[begins], minlength=num_chunks)[is_long]
-        blocks = _ranges(begins, np.minimum(np.append(begins[1:], num_tokens), ends[chunks[begins]]))
-        short = _ranges((ends - query_lens)[~is_long], ends[~is_long])
+        at = np.minimum(of.places, of.positions % spec.span)
+        begins = np.flatnonzero(is_long[chunks] & (at % BLOCK == 0))
+        counts = np.bincount(chunks[begins], minlength=len(query_lens))[is_long]
+        blocks = _ranges(begins, np.minimum(np.append(begins[1:], num_tokens), of.starts[1:][chunks[begins]]))
+        short = _ranges(of.starts[:-1][~is_long], of.starts[1:][~is_long])
         num_short = len(short)
-        if num_short == num_tokens:
-            padding = np.arange(num_tokens, len(tokens))  # chunks of a token each
-            short = np.concatenate((short, _ranges(padding, padding + 1)))
+        decodes = bool(((query_lens == 1) | (False if has_guesses is None else has_guesses)).all())
+        if decodes:  # then padding: chunks without tokens up to the last row, and of a token each behind it
+            padding = np.arange(num_tokens, len(tokens))
+            empty = np.zeros((num_tokens - num_short, 2), dtype=np.int64)
+            short = np.concatenate((short, empty, _ranges(padding, padding + 1)))
         long = _ranges(np.cumsum(counts) - counts, np.cumsum(counts))
-        sent = self._staging.send(tokens, short, long, blocks, pages)
-        self._plan = _Plan(sent[0], sent[1], sent[2], sent[3], sent[4], num_short, num_tokens)
+        sent = self._staging.send(tokens, short, long, blocks, of.pages)
+        self._plan = _Plan(of, sent[0], sent[1], sent[2], sent[3], sent[4], num_short, num_tokens, decodes)
 
     def recur(self, of: Recurrence, place: int, taken: Tensor) -> Tensor:
         """Return what a layer makes of its inputs: [num_tokens, `of.width`].
@@ -146,7 +138,7 @@ class PagedStates:
         place: of the layer among those with a state. taken: [num_tokens, features].
         """
         plan, num_tokens = self._planned(), len(taken)
-        room = len(plan.tokens) if plan.is_single else plan.num_tokens
+        room = len(plan.tokens) if plan.decodes else plan.num_tokens
         require_tensor("taken", taken, (None, None), DTYPES)
         fits = plan.num_tokens <= num_tokens <= room
         require(fits, f"taken must be of {plan.num_tokens} to {room} tokens, got {num_tokens}")
@@ -173,7 +165,7 @@ class PagedStates:
     def _recur_short(self, heads: Heads, place: int, taken: Tensor, convolved: Tensor, made: Tensor) -> None:
         plan, at = self._planned(), heads.places
         block_k, block_v, num_blocks = _parts(heads, MEMORY)
-        device_states.recur[len(taken) if plan.is_single else plan.num_short, heads.count, num_blocks](
+        device_states.recur[len(taken) if plan.decodes else plan.num_short, heads.count, num_blocks](
             convolved, taken, made, self._changes[place], self._pool, heads.rate, heads.rate_bias,
             heads.rate if heads.direct is None else heads.direct, plan.tokens, plan.short,
             taken.stride(0), self._pool.shape[1], self._memory_at(place), at["q"], at["k"], at["v"],
@@ -202,22 +194,30 @@ class PagedStates:
             BLOCK_V=block_v, CORRECTS=corrects, HAS_DIRECT=heads.direct is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def keep(self) -> None:
-        """Write the states behind the planned tokens, which all layers have computed, into their pages."""
+    def keep(self, num_kept: Ints | None = None) -> None:
+        """Write the states behind the planned tokens, which all layers have computed, into their pages.
+
+        num_kept: [num_chunks], how many of a chunk's tokens are final; None: all of them.
+        """
         plan, heads = self._planned(), self._heads
-        pages = plan.pages.long()  # before the first launch: what fails between the two would count tokens twice
+        # Before the first launch: what fails between the two would count tokens twice.
+        pages, inputs = plan.pages, self._inputs[: len(plan.pages)]
+        written = pages.long()
+        if num_kept is not None:
+            kept = plan.of.kept(num_kept)
+            pages, pieces, written = self._later.send(kept, places := np.flatnonzero(kept >= 0), kept[places])
+            inputs, written = inputs.index_select(0, pieces), written.long()
         if heads is not None and plan.num_short:
-            self._keep_short(heads)
+            self._keep_short(heads, pages)
         if heads is not None and len(plan.long):
             self._keep_long(heads)
-        kept = self._by_layer[:, :, : self._spec.kept_inputs]
-        kept.index_copy_(0, pages, self._inputs[: len(plan.pages)])
+        self._by_layer[:, :, : self._spec.kept_inputs].index_copy_(0, written, inputs)
 
-    def _keep_short(self, heads: Heads) -> None:
+    def _keep_short(self, heads: Heads, pages: Tensor) -> None:
         plan, changes = self._planned(), self._changes
         block_k, block_v, num_blocks = _parts(heads, MEMORY)
         device_states.keep[plan.num_short, len(changes) * heads.count, num_blocks](
-            changes, self._pool, plan.tokens, plan.short, plan.pages,
+            changes, self._pool, plan.tokens, plan.short, pages,
             changes.stride(0), self._pool.shape[1], self._by_layer.shape[2], self._memory_at(0),
             **_sizes(heads), BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
         )  # fmt: skip

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
+from pdserve.kernels.attention_plan import Ints
+from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
+from pdserve.kernels.state_pieces import Bools, Pieces
 
 MAX_KEY_DIM = 2048  # of which 128 columns lie on a thread's stack
-
-Ints = npt.NDArray[np.int64]
+MOST_SHORT = 16  # tokens of a short chunk: src/states.h
 
 
 class _States(ctypes.Structure):
     """`struct states` of src/states.h."""
 
     _fields_ = (
-        *((name, Pointer) for name in ("pool", "starts", "chunks", "before", "offsets", "pieces", "pages")),
-        *((name, Size) for name in ("page_floats", "span", "num_chunks", "num_single")),
+        *((name, Pointer) for name in ("pool", "starts", "chunks", "before", "ended", "pages")),
+        *((name, Size) for name in ("page_floats", "num_chunks", "num_pieces", "num_short", "short_pieces")),
     )
 
 
@@ -121,51 +121,48 @@ class PagedStates:
         """pool: float32 [num_pages, values of a page], contiguous. span: the tokens of a page."""
         require_tensor("pool", pool, (None, None), (torch.float32,))
         require(pool.is_contiguous(), "pool must be contiguous")
-        self._pool = pool
-        self._states = _States(pool=pool.data_ptr(), page_floats=pool.shape[1], span=span)
+        self._pool, self._span = pool, span
+        self._states = _States(pool=pool.data_ptr(), page_floats=pool.shape[1])
+        self._pieces: Pieces | None = None
         self._arrays: dict[str, Ints] = {}  # what the step points to
 
-    def plan(self, page_table: Ints, query_lens: Ints, kv_lens: Ints) -> None:
-        """Prepare what the layers of a step share: its chunks, the shortest first, and their pages in order."""
+    def plan(self, page_table: Ints, query_lens: Ints, kv_lens: Ints, has_guesses: Bools | None = None) -> None:
+        """Prepare what the layers of a step share: its chunks, short ones first, and their pages in order."""
         states = self._states
-        require_lens(query_lens, kv_lens)
-        require_page_table(page_table, kv_lens, states.span)
-        require(bool((np.diff(query_lens) >= 0).all()), "query_lens must not fall")
-        positions, span = kv_lens - query_lens, states.span
-        counts = (kv_lens - 1) // span - positions // span + 1
-        pieces = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
-        of_chunk = np.repeat(np.arange(len(counts)), counts)
-        spans = np.arange(pieces[-1]) - pieces[of_chunk] + positions[of_chunk] // span
-        before = np.take_along_axis(page_table, np.maximum(positions - 1, 0)[:, None] // span, 1)[:, 0]
-        arrays = {
-            "starts": np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(query_lens))),
-            "chunks": np.repeat(np.arange(len(counts)), query_lens), "before": np.where(positions > 0, before, -1),
-            "offsets": positions % span, "pieces": pieces, "pages": page_table[of_chunk, spans],
-        }  # fmt: skip
-        named = np.concatenate((arrays["pages"], before))
+        is_short = query_lens <= MOST_SHORT
+        require(bool((np.diff(is_short.astype(np.int64)) <= 0).all()), "query_lens: short chunks must come first")
+        pieces = self._pieces = Pieces.of(page_table, query_lens, kv_lens, self._span, has_guesses)
+        named = np.concatenate((pieces.pages, pieces.before[pieces.before >= 0]))
         require(named.min() >= 0 and named.max() < len(self._pool), "page_table names pages that are not there")
+        arrays = {name: getattr(pieces, name) for name in ("starts", "chunks", "before", "ended", "pages")}
         self._arrays = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
         for name, array in self._arrays.items():
             setattr(states, name, array.ctypes.data)
-        states.num_chunks, states.num_single = len(counts), int(np.searchsorted(query_lens, 1, side="right"))
+        states.num_chunks, states.num_pieces = len(query_lens), len(pieces.pages)
+        states.num_short = np.count_nonzero(is_short)
+        states.short_pieces = np.count_nonzero(pieces.lasts < pieces.starts[states.num_short])
+
+    def drop(self, num_kept: Ints) -> None:
+        """Let the calls of `Kept` write the state behind so many tokens of each chunk, and those of full spans."""
+        if self._pieces is None:
+            raise ValueError("plan must be called first")
+        self._arrays["pages"][:] = self._pieces.kept(num_kept)
 
     def recur(self, calls: Calls, of: Recurrence, first: int, taken: Tensor) -> tuple[Tensor, Kept]:
         """Return what a layer makes of its inputs, [num_tokens, `of.width`], and the states that it leaves.
 
-        first: of the layer's values in a page. taken: [num_tokens, features]. In a program, which is of single tokens,
-        a plan may have fewer than when it was recorded.
+        first: of the layer's values in a page. taken: [num_tokens, features]. In a program, which is of short chunks, a
+        plan may have fewer tokens than when it was recorded.
         """
         states, num_tokens, dtype = self._states, len(taken), taken.dtype
         require_tensor("taken", taken, (None, None), tuple(DTYPES))
-        num_planned, num_single, num_pieces = (
-            int(self._arrays["starts"][-1]),
-            states.num_single,
-            int(self._arrays["pieces"][-1]),
-        )
-        if num_single == num_planned:
-            num_single = num_pieces = num_tokens
-        else:
-            require(num_tokens == num_planned, f"taken must be of {num_planned} tokens, got {num_tokens}")
+        num_planned, num_short = (int(self._arrays["starts"][chunk]) for chunk in (states.num_chunks, states.num_short))
+        num_pieces, short_pieces = states.num_pieces, states.short_pieces
+        is_short = num_short == num_planned
+        fits = num_tokens == num_planned or (is_short and num_tokens > num_planned)
+        require(fits, f"taken must be of {num_planned} tokens, got {num_tokens}")
+        if is_short:
+            num_short = short_pieces = num_pieces = num_tokens
         kernel, channels = of.weight.shape
         layer = _layer(of, first, dtype)
         inputs = calls.empty(num_pieces, (kernel - 1) * channels, torch.float32)
@@ -181,7 +178,7 @@ class PagedStates:
             return out, Kept(keeping, (layer, of, inputs))
         convolved = calls.empty(num_tokens, channels + 2 * of.heads.count, torch.float32)
         made = calls.empty(num_tokens, of.width, torch.float32)
-        memories = calls.empty(num_pieces - num_single, of.memory, torch.float32)
+        memories = calls.empty(num_pieces - short_pieces, of.memory, torch.float32)
         convolving.out, convolving.out_stride = convolved.data_ptr(), convolved.stride(0)
         recurring = Call(
             kind=Kind.RECURRING, x=convolved.data_ptr(), x_stride=convolved.stride(0), out=made.data_ptr(),
@@ -193,8 +190,8 @@ class PagedStates:
         calls.take(num_tokens, convolving)
         calls.take(num_tokens, recurring)
         calls.take(num_tokens, gating)
-        if num_single < num_tokens:
-            convolved = convolved[:num_single].clone()  # rows of prompts are many
+        if num_short < num_tokens:
+            convolved = convolved[:num_short].clone()  # rows of prompts are many
         keeping.x, keeping.x_stride, keeping.scratch = convolved.data_ptr(), convolved.stride(0), memories.data_ptr()
         return out, Kept(keeping, (layer, of, inputs, convolved, memories))
 

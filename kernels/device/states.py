@@ -180,7 +180,7 @@ def keep(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Change some columns of one head's memory as a chunk's tokens do, and write it where a piece ends.
+    """Change some columns of one head's memory as a chunk's tokens do, and write it where a piece that is kept ends.
 
     changes: of each layer as `recur` leaves them. Grid: (chunks, layers x heads, blocks of columns).
     """
@@ -203,5 +203,6 @@ def keep(
         memory = tl.fma(k[:, None], learnt[None, :], memory * left)
         piece = tl.load(tokens_ptr + token * TOKEN_FIELDS + PIECE)
         if piece >= 0:
-            after = pool_ptr + tl.load(pages_ptr + piece).to(tl.int64) * page_floats + memory_at
-            tl.store(after + within, memory, is_key[:, None] & is_value[None, :])
+            kept = tl.load(pages_ptr + piece).to(tl.int64)  # below 0: it is not
+            after = pool_ptr + kept * page_floats + memory_at
+            tl.store(after + within, memory, is_key[:, None] & (value < tl.where(kept >= 0, VALUE_DIM, 0))[None, :])

@@ -174,7 +174,7 @@ class GroupedAttention:
 
     def _group(self, batch: Batch, first: int, last: int) -> _Group:
         query_len = int(batch.query_lens[first])
-        longest, window = int(batch.kv_lens[last - 1]), self._scores.window
+        longest, window = int(batch.kv_lens[first:last].max()), self._scores.window
         fresh = longest == query_len and (window is None or longest <= window) and self._rows.code is None
         gather, mask = None, None
         if not fresh:
@@ -224,7 +224,7 @@ class GroupedAttention:
 
 
 def _alike(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
-    """Yield [first, last) of each group; a batch orders chunks by query length, then by context."""
+    """Yield [first, last) of each group; a batch orders chunks by query length, then mostly by context."""
     for index in range(first + 1, len(batch.query_lens)):
         limit = max(ALIKE_BELOW, ALIKE_RATIO * batch.kv_lens[first])
         if batch.query_lens[index] != batch.query_lens[first] or batch.kv_lens[index] > limit:

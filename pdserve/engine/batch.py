@@ -1,10 +1,11 @@
 """A step as arrays: what the model and attention need to know of a plan, built without a loop over tokens.
 
 Chunks are sorted by query length, then by context, so that chunks which attention can treat alike lie side by side.
-`order` has the place in the plan that each comes from.
+`order` has the place in the plan that each comes from. Where layers keep a state, the rows of a token and of the
+guesses behind it lie in order: they are a chain.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from pdserve.base.errors import InvariantError
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
+from pdserve.engine.verification import num_kept
 from pdserve.protocol.pooling import Pooling
 
 Ints = npt.NDArray[np.int64]
@@ -29,6 +31,7 @@ class PoolShape:
     page_size: int  # of the first group of layers
     vocab_size: int
     other_page_sizes: tuple[int, ...] = ()  # of each group after it
+    has_states: bool = False  # the last group is one of states
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,16 @@ class PooledChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Chains:
+    """A step as layers with a state see it: the rows of a token and the guesses behind it are one chunk again."""
+
+    page_table: Ints  # [num_chains, most pages]
+    query_lens: Ints  # [num_chains]
+    kv_lens: Ints
+    has_guesses: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's chunks, in batch order; one array entry per token, per chunk or per sample."""
 
@@ -78,6 +91,7 @@ class Batch:
     scored: tuple[ScoredChunk, ...]
     pooled: tuple[PooledChunk, ...] = ()
     others: tuple[GroupPages, ...] = ()  # of each group after the first
+    chain_starts: Ints | None = None  # the first chunk of each chain, and the end, where layers keep a state
 
     def of_group(self, group: int) -> "Batch":
         """Return the batch as layers of a group see it."""
@@ -85,6 +99,40 @@ class Batch:
             return self
         of = self.others[group - 1]
         return replace(self, pages=of.pages, slots=of.slots, page_table=of.page_table)
+
+    @property
+    def has_guesses(self) -> bool:
+        """Return whether states are to be kept behind right guesses alone."""
+        return self.chain_starts is not None and len(self.chain_starts) <= len(self.query_lens)
+
+    @property
+    def chains(self) -> Chains:
+        """Return the step as layers with a state see it."""
+        firsts, lasts = self._chain_ends()
+        lens = np.add.reduceat(self.query_lens, firsts)
+        return Chains(self.others[-1].page_table[lasts], lens, self.kv_lens[lasts], lasts > firsts)
+
+    def num_kept(self, sampled: Seq[int], stuck: Collection[int]) -> Ints | None:
+        """Return how many tokens of each chain are final; None: all are, since there are no guesses.
+
+        sampled: by sample; stuck: the samples that nothing can follow.
+        """
+        if not self.has_guesses:
+            return None
+        firsts, lasts = self._chain_ends()
+        samples, kept = _offsets(self.sample_counts), np.add.reduceat(self.query_lens, firsts)
+        for place in np.flatnonzero(lasts > firsts).tolist():
+            first, last = int(firsts[place]), int(lasts[place])
+            of = range(int(samples[first]), int(samples[last]) + 1)
+            row = int(self.query_starts[first])
+            guesses = self.token_ids[row + 1 : row + len(of)].tolist()
+            kept[place] = num_kept(guesses, sampled[of.start : of.stop], [sample in stuck for sample in of])
+        return kept
+
+    def _chain_ends(self) -> tuple[Ints, Ints]:
+        """Return the first chunk of each chain, and the last one."""
+        assert self.chain_starts is not None, "layers keep a state"
+        return self.chain_starts[:-1], self.chain_starts[1:] - 1
 
     @property
     def reads_all(self) -> bool:
@@ -124,7 +172,10 @@ class Batch:
         """Lay out the plan's chunks, at least one; InvariantError if the plan cannot be run."""
         given_lens = _lengths([chunk.token_ids for chunk in plan.chunks])
         starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
-        order = np.lexsort((given_lens + starts, given_lens))
+        if shape.has_states:
+            order, chain_starts = _chained(plan.chunks, given_lens, starts)
+        else:
+            order, chain_starts = np.lexsort((given_lens + starts, given_lens)), None
         chunks = [plan.chunks[index] for index in order]
         query_lens, starts = given_lens[order], starts[order]
         query_starts = _offsets(query_lens)
@@ -159,7 +210,18 @@ class Batch:
             scored=_scored(plan, order, query_starts),
             pooled=_pooled(plan, order, query_starts),
             others=tuple(others),
+            chain_starts=chain_starts,
         )
+
+
+def _chained(chunks: Seq[Chunk], lengths: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """Return the order of a batch with the rows of each chain in it side by side, and where chains begin."""
+    firsts = np.flatnonzero([not chunk.continues for chunk in chunks])
+    sizes = np.diff(firsts, append=len(chunks))
+    kv_lens = lengths + starts
+    by_chain = np.lexsort((kv_lens[firsts], sizes, lengths[firsts]))
+    rows = [np.arange(firsts[chain], firsts[chain] + sizes[chain]) for chain in by_chain]
+    return np.concatenate(rows), _offsets(sizes[by_chain])
 
 
 def _scored(plan: StepPlan, order: Ints, query_starts: Ints) -> tuple[ScoredChunk, ...]:

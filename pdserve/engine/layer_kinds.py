@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.batch import Chains, Ints, PoolShape
 from pdserve.engine.states import States
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Attends, Recurs
@@ -37,11 +37,13 @@ class LayerKind:
 class KeepsStates(Protocol):
     """The states of all layers that keep one: see `States`."""
 
-    def plan(self, batch: Batch) -> None: ...
+    def plan(self, chains: Chains) -> None: ...
 
     def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor: ...
 
-    def commit(self) -> None: ...
+    def commit(self, num_kept: Ints | None = None) -> None:
+        """Write the states of a step. num_kept: how many tokens of each chain are final; None: all."""
+        ...
 
 
 A = TypeVar("A", bound=Attends)
@@ -124,7 +126,7 @@ def pool_in(memory: Tensor, size: tuple[int, ...], *, by_head: bool) -> Tensor:
 
 def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
     first, *others = (group.page_size for group in groups)
-    return PoolShape(num_pages, first, config.vocab_size, tuple(others))
+    return PoolShape(num_pages, first, config.vocab_size, tuple(others), config.has_states)
 
 
 def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int) -> int:

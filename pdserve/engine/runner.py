@@ -3,7 +3,6 @@
 Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages its plan names.
 """
 
-import ctypes
 import math
 import os
 import time
@@ -22,7 +21,8 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.batch import Batch
+from pdserve.engine.decode_programs import DecodePrograms
 from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.features import Features
 from pdserve.engine.layer_kinds import ByLayer, LayerKind, MakesStates, by_layer, pool_in, pool_shape, pool_size
@@ -34,7 +34,7 @@ from pdserve.engine.states_compiled import CompiledStates
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
-from pdserve.kernels.cpu.calls import Immediate, Program
+from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.layers import HeadTiles, Tiles
 from pdserve.kernels.cpu.library import DTYPES, library
 from pdserve.kernels.kv_rows import KvRows
@@ -43,7 +43,6 @@ from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, held_by, layer_groups
 from pdserve.model.parallel import own_part
 from pdserve.model.sharding import part_of
-from pdserve.model.taps import Tap
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
@@ -81,63 +80,6 @@ class RankPages:
     memory: Tensor  # bytes
     are_own: bool = False  # they have its own layers and KV heads alone; else those of all ranks, which share them
     are_recorded: bool = True  # the sums of these ranks, in decode programs
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    program: Program
-    keeping: Program  # writes the states that a step leaves
-    token_ids: Tensor  # int64 [rows]
-    logits: Tensor  # [rows, vocab_size]
-    tap: Tap
-    attention: object  # has memory that the programs use
-
-
-class DecodePrograms:
-    """Computes steps of single tokens, each of which is sampled from, as one call of a program.
-
-    The model's own forward pass records the program, over operations that only keep their calls.
-    """
-
-    def __init__(self, model: Model, attention: ByLayer[CompiledAttention], loaded: ctypes.CDLL) -> None:
-        self._model = model
-        self._attention = attention
-        self._loaded = loaded
-        self._recorded: _Recorded | None = None
-
-    @property
-    def lack_growth(self) -> bool:
-        """Say whether queries of the planned step grow with their position, which programs do not compute."""
-        return any(part.grows for part in self._attention.parts)
-
-    def logits(self, token_ids: Ints, features: Features) -> tuple[Tensor, Tap]:
-        """Compute a step that attention has planned; return its logits and what was collected, until the next step.
-
-        features: the same for all steps.
-        """
-        num_rows = len(token_ids)
-        if self._recorded is None or len(self._recorded.token_ids) < num_rows:
-            self._recorded = self._record(1 << (num_rows - 1).bit_length(), features)
-        recorded = self._recorded
-        recorded.token_ids.numpy()[:num_rows] = token_ids
-        recorded.program.run(num_rows)
-        if isinstance(self._attention.states, CompiledStates):
-            self._attention.states.computed(recorded.keeping, num_rows)
-        return recorded.logits[:num_rows], recorded.tap
-
-    def _record(self, num_rows: int, features: Features) -> _Recorded:
-        program, keeping, tap = Program(self._loaded), Program(self._loaded), features.tap()
-        model = self._model.through(program)
-        token_ids = torch.zeros(num_rows, dtype=torch.int64)
-        attention, states = self._attention, self._attention.states
-        parts = tuple([part.planned(program) for part in attention.parts])
-        if isinstance(states, CompiledStates):
-            states = states.planned(program, keeping)
-        planned = ByLayer(parts, attention.groups, attention.places, states)
-        logits = model.forward(token_ids, planned, None, tap)
-        if states is not None:
-            states.commit()
-        return _Recorded(program, keeping, token_ids, logits, tap, planned)
 
 
 def is_compiled(model: Model) -> bool:
@@ -214,9 +156,10 @@ class Runner:
             else:
                 logits = self._logits(batch)
             found = masks.result() if masks is not None else NO_MASKS
-            tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, found))
+            sampled = self._sampler.sample(logits, batch.samples, found)
+            tokens = by_chunk(batch, sampled)
             if self._attention.states is not None:
-                self._attention.states.commit()
+                self._attention.states.commit(batch.num_kept([token.token_id for token in sampled], found.stuck))
             stuck = batch.of_chunks(found.stuck)
             ratios = self._balance.after(batch.num_tokens)
         elapsed_s = time.perf_counter() - started_s
@@ -275,7 +218,7 @@ class Runner:
         for part, group in zip(parts, self._attention.groups, strict=True):
             part.plan(batch.of_group(group))
         if self._attention.states is not None:
-            self._attention.states.plan(batch.of_group(len(self.groups) - 1))
+            self._attention.states.plan(batch.chains)
         return torch.from_numpy(batch.token_ids)
 
 

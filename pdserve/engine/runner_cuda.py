@@ -12,7 +12,7 @@ that token by a grammar or bad words, the host waits for it once the next step's
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -155,7 +155,7 @@ class CudaRunner:
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
         made = self._compute(plan, batch) if batch is not None else (_NOTHING, None, {}, {})
-        if batch is not None and self._attention.states is not None:
+        if batch is not None and self._attention.states is not None and not batch.has_guesses:
             self._attention.states.commit()  # last: a step that is not launched whole writes no state
         self._in_flight.append(_InFlight(batch, *made, self._mark(), started_s))
 
@@ -173,8 +173,17 @@ class CudaRunner:
             token_ids = step.token_ids.tolist()
             sampled = sampled_tokens(token_ids, step.batch.samples, step.logprobs)
             tokens, stuck = by_chunk(step.batch, sampled), step.batch.of_chunks(step.stuck)
+            self._keep_states(step.batch, token_ids, step.stuck)
         prompts = {place: scores.packed() for place, scores in step.scores.items()}
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
+
+    def _keep_states(self, batch: Batch, sampled: Seq[int], stuck: Collection[int]) -> None:
+        """Write the states behind guesses that were right: the host had to see what is sampled."""
+        if self._attention.states is None or not batch.has_guesses:
+            return
+        self._attention.states.commit(batch.num_kept(sampled, stuck))
+        if (written := self._mark()) is not None:
+            written.synchronize()
 
     def capture(self, run: Callable[[StepPlan], StepResult] | None = None) -> None:
         """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0.
@@ -302,7 +311,9 @@ class CudaRunner:
         for part, group in zip(self._attention.parts, self._attention.groups, strict=True):
             part.plan(batch.of_group(group), positions, slots[group])
         if self._attention.states is not None:
-            self._attention.states.plan(batch.of_group(len(self.groups) - 1))
+            if any(step.batch is not None and step.batch.has_guesses for step in self._in_flight):
+                raise InvariantError("started a step while guesses are verified, whose states are not known")
+            self._attention.states.plan(batch.chains)
         return token_ids
 
     def _send(self, batch: Batch, size: int) -> list[Tensor]:

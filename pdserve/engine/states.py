@@ -6,7 +6,8 @@ spans are given up as behind any window, and a page of a full span is a snapshot
 prefix goes on from.
 
 Invariant: a step that fails has written no state. K and V may be written twice, a state may not: its tokens would
-count twice. So states are written at the end of a step, by `commit`.
+count twice. So states are written at the end of a step, by `commit`. Then it is also known which guesses were right:
+there is a state behind each of them until then, and the one behind the last right one is written.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.batch import Chains, Ints
+from pdserve.kernels.state_pieces import Pieces
 from pdserve.model.attention import Advance, Recurs
 from pdserve.model.layer_groups import LayerGroup
 
@@ -29,12 +31,13 @@ class _Piece:
 
     chunks: Tensor  # int64 [count]
     tokens: Tensor  # int64 [count, length]: rows of the step
-    pages: Tensor  # int64 [count]: where the states after them belong
+    pieces: Tensor  # int64 [count]: of the step's, in order
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    pages: Tensor  # int64 [num_chunks]: where the states before the step are
+    of: Pieces
+    before: Tensor  # int64 [num_chunks]: the pages of the states before the step
     begins: Tensor  # int64: the chunks without one
     pieces: tuple[_Piece, ...]  # those of a chunk in order
 
@@ -55,30 +58,35 @@ class States:
         self._step: _Step | None = None
         self._written: list[tuple[Tensor, slice, Tensor]] = []
 
-    def plan(self, batch: Batch) -> None:
-        """Prepare what all layers share of the step. batch: as the state group sees it."""
-        starts = batch.kv_lens - batch.query_lens
-        places = np.maximum(starts - 1, 0) // self._span
-        pages = np.take_along_axis(batch.page_table, places[:, None], 1)[:, 0]
-        begins = np.flatnonzero(starts == 0)
-        self._step = _Step(torch.from_numpy(pages), torch.from_numpy(begins), self._pieces(batch, starts))
+    def plan(self, chains: Chains) -> None:
+        """Prepare what all layers share of the step."""
+        of = Pieces.of(chains.page_table, chains.query_lens, chains.kv_lens, self._span, chains.has_guesses)
+        before, begins = np.maximum(of.before, 0), np.flatnonzero(of.before < 0)
+        self._step = _Step(of, torch.from_numpy(before), torch.from_numpy(begins), _alike(of))
         self._written = []
 
     def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
         """Compute one layer; see `pdserve.model.attention.Attention`."""
         return of.in_torch(taken, partial(self._recur, layer))
 
-    def commit(self) -> None:
-        """Write the states of a step whose tokens are all computed and sampled."""
-        for pages, columns, after in self._written:
-            self._rows[:, columns].index_copy_(0, pages, after)
+    def commit(self, num_kept: Ints | None = None) -> None:
+        """Write the states of a step whose tokens are all computed and sampled; see `KeepsStates`."""
+        of = self._planned().of
+        of_pieces = torch.from_numpy(of.pages if num_kept is None else of.kept(num_kept))
+        for pieces, columns, after in self._written:
+            pages = of_pieces[pieces]
+            is_kept = pages >= 0
+            self._rows[:, columns].index_copy_(0, pages[is_kept], after[is_kept])
         self._written = []
 
+    def _planned(self) -> _Step:
+        if self._step is None:
+            raise RuntimeError("plan must be called first")
+        return self._step
+
     def _recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
-        step, columns = self._step, self._columns[layer]
-        if step is None:
-            raise RuntimeError("recur before plan")
-        states = [self._rows[:, part].index_select(0, step.pages).index_fill_(0, step.begins, 0.0) for part in columns]
+        step, columns = self._planned(), self._columns[layer]
+        states = [self._rows[:, part].index_select(0, step.before).index_fill_(0, step.begins, 0.0) for part in columns]
         out: Tensor | None = None
         for piece in step.pieces:
             is_only = len(step.pieces) == 1  # of all chunks
@@ -87,24 +95,22 @@ class States:
             out = made.new_empty((len(rows), made.shape[-1])) if out is None else out
             out[piece.tokens] = made
             for part, state, new in zip(columns, states, after, strict=True):
-                self._written.append((piece.pages, part, new))
+                self._written.append((piece.pieces, part, new))
                 if not is_only:
                     state.index_copy_(0, piece.chunks, new)
         assert out is not None, "a step has tokens"
         return out
 
-    def _pieces(self, batch: Batch, starts: Ints) -> tuple[_Piece, ...]:
-        """Cut chunks at the ends of spans; first pieces come first, and those of equal lengths together."""
-        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        ends, size = batch.kv_lens.tolist(), self._span
-        for chunk, (first, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
-            shift = int(batch.query_starts[chunk]) - first
-            cuts = [first, *range((first // size + 1) * size, end, size), end]
-            for number, (start, stop) in enumerate(pairwise(cuts)):
-                page = int(batch.page_table[chunk, start // size])
-                found.setdefault((number, stop - start), []).append((chunk, start + shift, page))
-        pieces = []
-        for key in sorted(found):
-            chunks, firsts, pages = torch.tensor(found[key]).unbind(1)
-            pieces.append(_Piece(chunks, firsts[:, None] + torch.arange(key[1]), pages))
-        return tuple(pieces)
+
+def _alike(of: Pieces) -> tuple[_Piece, ...]:
+    """Return a step's pieces, the first ones of chunks first, and those of equal lengths together."""
+    chunks = of.chunks[of.lasts]
+    is_first = np.diff(chunks, prepend=-1) > 0
+    firsts = np.where(is_first, of.starts[chunks], np.roll(of.lasts, 1) + 1)
+    numbers = np.arange(len(chunks)) - np.flatnonzero(is_first)[chunks]
+    lengths, found = of.lasts + 1 - firsts, []
+    for number, length in sorted(set(zip(numbers.tolist(), lengths.tolist(), strict=True))):
+        (pieces,) = np.nonzero((numbers == number) & (lengths == length))
+        tokens = firsts[pieces, None] + np.arange(length)
+        found.append(_Piece(*map(torch.from_numpy, (chunks[pieces], tokens, pieces))))
+    return tuple(found)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Chains, Ints
 from pdserve.kernels.cpu.calls import Calls, Program
 from pdserve.kernels.cpu.states import Kept, PagedStates
 from pdserve.model.attention import Recurs
@@ -34,12 +34,12 @@ class CompiledStates:
         return cls(calls, calls, paged, dict(zip(group.layers, accumulate(sizes, initial=0), strict=False)))
 
     def planned(self, calls: Program, keeping: Program) -> "CompiledStates":
-        """Return these states through other calls, for steps of single tokens; `commit` then records `keeping`."""
+        """Return these states through other calls, for steps of short chunks; `commit` then records `keeping`."""
         return CompiledStates(calls, keeping, self._paged, self._firsts)
 
-    def plan(self, batch: Batch) -> None:
-        """Prepare what all layers share of the step. batch: as the state group sees it."""
-        self._paged.plan(batch.page_table, batch.query_lens, batch.kv_lens)
+    def plan(self, chains: Chains) -> None:
+        """Prepare what all layers share of the step."""
+        self._paged.plan(chains.page_table, chains.query_lens, chains.kv_lens, chains.has_guesses)
         self._kept, self._recorded = [], None
 
     def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
@@ -52,8 +52,10 @@ class CompiledStates:
         """Note that a program computes the planned step, and that `keeping` is to write its states."""
         self._recorded = keeping, num_rows
 
-    def commit(self) -> None:
-        """Write the states of a step whose tokens are all computed and sampled."""
+    def commit(self, num_kept: Ints | None = None) -> None:
+        """Write the states of a step whose tokens are all computed and sampled; see `KeepsStates`."""
+        if num_kept is not None:
+            self._paged.drop(num_kept)
         if self._recorded is not None:
             keeping, num_rows = self._recorded
             keeping.run(num_rows)

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Chains, Ints
 from pdserve.kernels.states import MAX_BLOCKED_KEY_DIM, PagedStates, StatesSpec
 from pdserve.model.attention import Recurs
 from pdserve.model.config import ModelConfig
@@ -38,14 +38,14 @@ class TritonStates:
         self._paged = PagedStates(kv.view(len(kv), -1).view(torch.float32), spec)
         self._places = {layer: place for place, layer in enumerate(group.layers)}
 
-    def plan(self, batch: Batch) -> None:
-        """Prepare what all layers share of the step. batch: as the state group sees it."""
-        self._paged.plan(batch.page_table, batch.query_lens, batch.kv_lens)
+    def plan(self, chains: Chains) -> None:
+        """Prepare what all layers share of the step."""
+        self._paged.plan(chains.page_table, chains.query_lens, chains.kv_lens, chains.has_guesses)
 
     def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
         """Compute one layer; see `pdserve.model.attention.Attention`."""
         return self._paged.recur(of.recurrence, self._places[layer], taken)
 
-    def commit(self) -> None:
-        """Write the states of a step, behind its samples."""
-        self._paged.keep()
+    def commit(self, num_kept: Ints | None = None) -> None:
+        """Write the states of a step, behind its samples; see `KeepsStates`."""
+        self._paged.keep(num_kept)

@@ -116,7 +116,8 @@ class Chunk:
     With `previous`, which a DECODE chunk without guesses may have, the one token is the one sampled for that chunk of
     the previous step, which may still run; `token_ids` holds a zero in its place. `pooling`: what is made of the chunk.
     With `draft`, `pages` also covers the positions of the chunk's own guesses and of those to come. `following`: the
-    token after a chunk of a prompt, where it is known.
+    token after a chunk of a prompt, where it is known. `continues`: the one token is a guess, behind the token of the
+    chunk before it in the plan.
     """
 
     token_ids: Seq[int]
@@ -132,6 +133,7 @@ class Chunk:
     pooling: Pooling | None = None
     draft: Draft | None = None
     following: int | None = None
+    continues: bool = False
 
     def after(self, token_id: int) -> "Chunk":
         """Return the chunk once the token is known that the previous step samples for it."""

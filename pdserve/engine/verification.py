@@ -42,6 +42,7 @@ def _rows(chunk: Chunk) -> list[Chunk]:
             samples=(behind(spec, guesses[:number]),),
             phase=Phase.DECODE,
             num_drafts=0,
+            continues=number > 0,
         )
         for number, token_id in enumerate(chunk.token_ids)
     ]
@@ -86,9 +87,18 @@ def _kept(chunk: Chunk, sampled: Seq[tuple[Tokens, ...]], is_stuck: Seq[bool]) -
 
     A grammar that lets nothing follow a kept guess says so again in the next step, where that is the first row.
     """
-    kept = [sampled[0][0][0]]
-    for number, guess in enumerate(chunk.token_ids[-chunk.num_drafts :], 1):
-        if kept[-1].token_id != guess or is_stuck[number]:
+    guesses, first_tokens = chunk.token_ids[-chunk.num_drafts :], [of[0][0] for of in sampled]
+    return tuple(first_tokens[: num_kept(guesses, [token.token_id for token in first_tokens], is_stuck)])
+
+
+def num_kept(guesses: Seq[int], sampled: Seq[int], is_stuck: Seq[bool]) -> int:
+    """Return how many rows of a chain are final, whose inputs are a known token and guesses: as many tokens are kept.
+
+    sampled: in each row, and so is `is_stuck`, which says that a grammar lets nothing follow.
+    """
+    count = 1
+    for guess, token_id, next_is_stuck in zip(guesses, sampled, is_stuck[1:], strict=False):
+        if token_id != guess or next_is_stuck:
             break
-        kept.append(sampled[number][0][0])
-    return tuple(kept)
+        count += 1
+    return count

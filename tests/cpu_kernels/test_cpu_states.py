@@ -174,7 +174,7 @@ def test_layers_and_steps_of_other_shapes_are_refused_by_name(loaded: ctypes.CDL
         (lambda: paged.recur(calls, replace(of, heads=narrower), FIRST, taken), "channels must be"),
         (lambda: paged.recur(calls, replace(of, heads=wide), FIRST, taken), "key_dim must be at most 2048"),
         (lambda: paged.recur(calls, of, FIRST, taken.half()), "taken must be one of"),
-        (lambda: paged.plan(sequences.table, np.array([2, 1]), np.array([2, 1])), "query_lens must not fall"),
+        (lambda: paged.plan(sequences.table, np.array([17, 1]), np.array([17, 1])), "short chunks must come first"),
         (lambda: paged.plan(sequences.table + 99, two, two), "page_table names pages that are not there"),
         (lambda: PagedStates(sequences.pool.double(), SPAN), "pool must be one of"),
     ):

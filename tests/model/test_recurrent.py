@@ -111,7 +111,7 @@ def test_however_a_prompt_is_cut_its_text_is_that_of_transformers(chunk: int, fo
 @pytest.mark.usefixtures("_in_torch_or_compiled")
 def test_a_state_that_is_not_kept_is_noticed(folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for states in (States, CompiledStates):
-        monkeypatch.setattr(states, "commit", lambda _: None)
+        monkeypatch.setattr(states, "commit", lambda *_: None)
     (answer,) = greedy_texts(Runner(model, 50, 16), [prompt(40)], 10)
     assert first_disagreement(load_oracle(folder), prompt(40), answer) is not None
 

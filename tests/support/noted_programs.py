@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pdserve.engine.batch import Ints
 from pdserve.engine.features import Features
-from pdserve.engine.runner import DecodePrograms
+from pdserve.engine.decode_programs import DecodePrograms
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.layers import multiplies_bfloat16
 from pdserve.kernels.cpu.library import library

@@ -23,5 +23,5 @@ def torch_attention(
     for part, group in zip(attention.parts, attention.groups, strict=True):
         part.plan(batch.of_group(group))
     if attention.states is not None:
-        attention.states.plan(batch.of_group(len(groups) - 1))
+        attention.states.plan(batch.chains)
     return attention

@@ -37,5 +37,5 @@ def triton_attention(
     for part, group in zip(attention.parts, attention.groups, strict=True):
         part.plan(batch.of_group(group), positions, slots[group])
     if attention.states is not None:
-        attention.states.plan(batch.of_group(len(groups) - 1))
+        attention.states.plan(batch.chains)
     return token_ids, attention

@@ -151,7 +151,7 @@ class Twice:
 @pytest.mark.long
 def test_a_state_that_is_not_kept_on_a_gpu_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model("lfm2", tmp_path)
-    monkeypatch.setattr(TritonStates, "commit", lambda _: None)
+    monkeypatch.setattr(TritonStates, "commit", lambda *_: None)
     (answer,) = greedy_texts(CudaRunner(loaded(folder), 10, 16, LIMITS), [prompt(9)], 6)
     assert first_disagreement(load_oracle(folder), prompt(9), answer) is not None
 

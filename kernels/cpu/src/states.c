@@ -5,8 +5,9 @@
  * depend on each other: a unit is some columns of one head, which stay in a core's cache. So what a token becomes, and
  * the state behind it, depend on its sequence alone, not on how that was cut into chunks.
  *
- * No page is written before `pdserve_keeping`. Of a chunk of one token it does the last step itself, which takes less
- * memory traffic than a copy of the state; states behind longer chunks lie in scratch until then. */
+ * No page is written before `pdserve_keeping`. It computes the states behind short chunks again, which takes less memory
+ * traffic than a copy of one state, and no room for a state behind each guess; those behind longer chunks lie in scratch
+ * until then. */
 
 #define OWN_WIDTH
 
@@ -26,13 +27,6 @@
 
 INLINE float *page_of(const struct states *states, int64_t page) { return states->pool + page * states->page_floats; }
 
-/* The piece of which this token is the last one, or -1. */
-INLINE int64_t ended_piece(const struct states *states, int64_t chunk, int64_t token) {
-    const int64_t place = states->offsets[chunk] + token - states->starts[chunk];
-    const int is_last = token + 1 == states->starts[chunk + 1] || (place + 1) % states->span == 0;
-    return is_last ? states->pieces[chunk] + place / states->span : -1;
-}
-
 /* A number at a time: there are few. */
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -48,7 +42,7 @@ INLINE void convolve(float *sums, const struct call *call, int64_t token, int ty
     const struct states *states = call->states;
     const struct recurrence *of = call->recurrence;
     const int64_t chunk = states->chunks[token], channels = of->channels, kernel = of->kernel;
-    const int64_t piece = ended_piece(states, chunk, token), page = states->before[chunk];
+    const int64_t piece = states->ended[token], page = states->before[chunk];
     const float *kept = page < 0 ? NULL : page_of(states, page) + of->kept_at;
     const int64_t row_bytes = call->x_stride * size_of(type);
     const char *row = (const char *)call->x + token * row_bytes;
@@ -238,10 +232,10 @@ INLINE void recur(const struct call *call, int64_t unit, int vectors, int correc
             store_up_to(v, lanes, count - lanes, update.learnt[i], FLOAT32);
         }
         update.k = k, update.left = left, is_due = 1;
-        const int64_t piece = end - begin > 1 ? ended_piece(states, chunk, token) : -1;
+        const int64_t piece = chunk < states->num_short ? -1 : states->ended[token];
         if (piece < 0)
             continue;
-        float *to = (float *)call->scratch + (piece - states->num_single) * of->heads * dim * width + at;
+        float *to = (float *)call->scratch + (piece - states->short_pieces) * of->heads * dim * width + at;
         const struct columns kept = count < most ? own : (struct columns){to, width};
         pass(kept, from, &update, NULL, NULL, dim, vectors, by_k, by_q);
         if (count < most)
@@ -251,7 +245,7 @@ INLINE void recur(const struct call *call, int64_t unit, int vectors, int correc
 }
 
 /* x: what is convolved. out: float32 [rows, heads * value_dim]. scratch: float32, the memories behind the pieces of
- * chunks of several tokens. A unit is some columns of one head in one chunk. */
+ * chunks that are not short. A unit is some columns of one head in one chunk. */
 void pdserve_recurring(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const struct recurrence *of = call->recurrence;
     const int is_wide = vectors_of(of) == MOST_VECTORS;
@@ -274,40 +268,69 @@ int64_t pdserve_units_recurring(const struct call *call, int64_t rows) {
     return (void)rows, call->states->num_chunks * of->heads * ((of->value_dim + most - 1) / most);
 }
 
+/* Changes a head's memory as the tokens of a short chunk do, and writes it behind those pieces that are kept. */
+INLINE void keep_short(const struct call *call, int64_t chunk, int64_t head) {
+    const struct states *states = call->states;
+    const struct recurrence *of = call->recurrence;
+    const int64_t begin = states->starts[chunk], dim = of->key_dim, width = of->value_dim;
+    const int64_t at = of->memory_at + head * dim * width, group = head / (of->heads / of->groups);
+    const float *from = states->before[chunk] < 0 ? NULL : page_of(states, states->before[chunk]) + at;
+    float *to[MOST_SHORT], left[MOST_SHORT], k[MOST_SHORT];
+    const float *rows[MOST_SHORT];
+    int count = 0;
+    for (int64_t token = begin; token < states->starts[chunk + 1]; token++) {
+        const int place = (int)(token - begin);
+        const int64_t page = states->ended[token] < 0 ? -1 : states->pages[states->ended[token]];
+        rows[place] = (const float *)call->x + token * call->x_stride;
+        left[place] = rows[place][of->channels + head];
+        to[place] = page < 0 ? NULL : page_of(states, page) + at;
+        if (to[place])
+            count = place + 1;
+    }
+    for (int64_t i = 0; i < dim; i++) {
+        for (int t = 0; t < count; t++)
+            k[t] = rows[t][of->k_at + group * dim + i];
+        for (int64_t j = 0; j < width; j += LANES) {
+            floats memory = from ? load_up_to(from + i * width, j, width - j, FLOAT32) : splat(0.0f);
+            for (int t = 0; t < count; t++) {
+                memory = updated(memory, left[t], k[t], load_up_to(rows[t] + of->v_at + head * width, j, width - j, FLOAT32));
+                if (to[t])
+                    store_up_to(to[t] + i * width, j, width - j, memory, FLOAT32);
+            }
+        }
+    }
+}
+
 /* Puts states into their pages. x: what is convolved, with what is learnt in the place of v. residual: float32 [pieces,
- * kernel - 1, channels]. scratch: as in `pdserve_recurring`. A unit is the last inputs of a piece, or one head. */
+ * kernel - 1, channels]. scratch: as in `pdserve_recurring`. A unit is the last inputs of a piece, or one head of a short
+ * chunk, or one head behind another piece. */
 void pdserve_keeping(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const struct states *states = call->states;
     const struct recurrence *of = call->recurrence;
-    const int64_t inputs = (of->kernel - 1) * of->channels, dim = of->key_dim, width = of->value_dim;
+    const int64_t inputs = (of->kernel - 1) * of->channels, memory = of->key_dim * of->value_dim;
+    const int64_t num_short = states->num_short * of->heads;
     (void)rows;
     for (int64_t unit = begin; unit < end; unit++) {
-        const int64_t piece = unit / (of->heads + 1), head = unit % (of->heads + 1) - 1;
+        int64_t of_head = unit - states->num_pieces;
+        if (of_head >= 0 && of_head < num_short) {
+            keep_short(call, of_head / of->heads, of_head % of->heads);
+            continue;
+        }
+        of_head -= num_short;
+        const int64_t piece = of_head < 0 ? unit : states->short_pieces + of_head / of->heads;
+        if (states->pages[piece] < 0)
+            continue;
         float *to = page_of(states, states->pages[piece]);
-        if (head < 0) {
+        if (of_head < 0)
             memcpy(to + of->kept_at, (const float *)call->residual + piece * inputs, inputs * sizeof *to);
-            continue;
-        }
-        const int64_t at = head * dim * width;
-        to += of->memory_at + at;
-        if (piece >= states->num_single) {
-            const float *from = (const float *)call->scratch + (piece - states->num_single) * of->heads * dim * width;
-            memcpy(to, from + at, dim * width * sizeof *to);
-            continue;
-        }
-        const float *row = (const float *)call->x + piece * call->x_stride, *learnt = row + of->v_at + head * width;
-        const float *k = row + of->k_at + head / (of->heads / of->groups) * dim, left = row[of->channels + head];
-        const float *from = states->before[piece] < 0 ? NULL : page_of(states, states->before[piece]) + of->memory_at + at;
-        for (int64_t i = 0; i < dim; i++)
-            for (int64_t j = 0; j < width; j += LANES) {
-                floats memory = from ? load_up_to(from + i * width, j, width - j, FLOAT32) : splat(0.0f);
-                memory = updated(memory, left, k[i], load_up_to(learnt, j, width - j, FLOAT32));
-                store_up_to(to + i * width, j, width - j, memory, FLOAT32);
-            }
+        else
+            memcpy(to + of->memory_at + of_head % of->heads * memory, (const float *)call->scratch + of_head * memory,
+                   memory * sizeof *to);
     }
 }
 
 int64_t pdserve_units_keeping(const struct call *call, int64_t rows) {
     const struct states *states = call->states;
-    return (void)rows, states->pieces[states->num_chunks] * (call->recurrence->heads + 1);
+    const int64_t with_heads = states->num_short + states->num_pieces - states->short_pieces;
+    return (void)rows, states->num_pieces + with_heads * call->recurrence->heads;
 }

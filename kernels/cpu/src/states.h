@@ -5,18 +5,21 @@
 
 #include <stdint.h>
 
-/* What all layers of a step share; a chunk is a run of one sequence's tokens, and a piece the part of it in one span.
- * kernels/cpu/states.py has the same fields. */
+/* Tokens of a short chunk: of one that decodes, with guesses, as many as the engine verifies at once. */
+#define MOST_SHORT 16
+
+/* What all layers of a step share; a chunk is a run of one sequence's tokens, and a piece a part of it behind which there
+ * is a state (kernels/state_pieces.py). kernels/cpu/states.py has the same fields. */
 struct states {
-    float *pool;            /* [num_pages, page_floats] */
-    const int64_t *starts;  /* [num_chunks + 1]: a chunk's first token, and the end */
-    const int64_t *chunks;  /* [num_tokens]: of which chunk a token is */
-    const int64_t *before;  /* [num_chunks]: the page of the state before the chunk; below 0: there is none */
-    const int64_t *offsets; /* [num_chunks]: of a chunk's first token in its span */
-    const int64_t *pieces;  /* [num_chunks + 1]: a chunk's first piece, and the end */
-    const int64_t *pages;   /* [num_pieces]: where the state after a piece belongs */
-    int64_t page_floats, span, num_chunks;
-    int64_t num_single; /* the first chunks, of one token each */
+    float *pool;           /* [num_pages, page_floats] */
+    const int64_t *starts; /* [num_chunks + 1]: a chunk's first token, and the end */
+    const int64_t *chunks; /* [num_tokens]: of which chunk a token is */
+    const int64_t *before; /* [num_chunks]: the page of the state before the chunk; below 0: there is none */
+    const int64_t *ended;  /* [num_tokens]: the piece of which a token is the last one; below 0: of none */
+    const int64_t *pages;  /* [num_pieces]: where the state behind a piece belongs; below 0: it is not kept */
+    int64_t page_floats, num_chunks, num_pieces;
+    int64_t num_short;    /* the first chunks, of at most MOST_SHORT tokens each */
+    int64_t short_pieces; /* of these chunks */
 };
 
 /* One layer. What it takes in is a row of `inputs_at` and so on; what it convolves, a row of floats: `channels`, then
