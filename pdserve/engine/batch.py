@@ -216,7 +216,11 @@ class Batch:
 
 def _chained(chunks: Seq[Chunk], lengths: Ints, starts: Ints) -> tuple[Ints, Ints]:
     """Return the order of a batch with the rows of each chain in it side by side, and where chains begin."""
-    firsts = np.flatnonzero([not chunk.continues for chunk in chunks])
+    continues = np.array([chunk.continues for chunk in chunks])
+    is_behind = (np.diff(starts, prepend=starts[0]) == 1) & (lengths == 1) & (np.roll(lengths, 1) == 1)
+    if (wrong := np.flatnonzero(continues & ~is_behind)).size:
+        raise InvariantError(f"a guess at position {starts[wrong[0]]} that is not behind the chunk before it")
+    firsts = np.flatnonzero(~continues)
     sizes = np.diff(firsts, append=len(chunks))
     kv_lens = lengths + starts
     by_chain = np.lexsort((kv_lens[firsts], sizes, lengths[firsts]))

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.decode_programs import DecodePrograms
 from pdserve.engine.features import Features
 from pdserve.engine.head_drafting import HeadDrafter
-from pdserve.engine.decode_programs import DecodePrograms
 from pdserve.engine.runner import Runner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult

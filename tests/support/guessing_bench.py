@@ -203,7 +203,7 @@ def add_requests(bench: Bench) -> Bench:
     for number, (params, has_grammar) in enumerate(REQUESTS):
         settings = SamplingParams(**{"seed": 11 * number, "max_tokens": 40, **params})  # type: ignore[arg-type]
         asked = [*REPEATED, 14 + number, *REPEATED[: number + 2]]
-        bench.add(number, asked, settings, Listed(SENTENCES, VOCAB) if has_grammar else None)
+        bench.add(number, asked, settings, Listed(SENTENCES, bench.model.config.vocab_size) if has_grammar else None)
     return bench
 
 

@@ -4,8 +4,8 @@ import pytest
 from torch import Tensor
 
 from pdserve.engine.batch import Ints
-from pdserve.engine.features import Features
 from pdserve.engine.decode_programs import DecodePrograms
+from pdserve.engine.features import Features
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.layers import multiplies_bfloat16
 from pdserve.kernels.cpu.library import library
