@@ -59,10 +59,10 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     weights_hash: of a draft model, whose files are else read for it.
     """
     given = config.speculative_config
-    if given is not None and checkpoint.config.has_states:
-        raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     if given is None or given.looks_up:
         return None
+    if given.method in ("mtp", "eagle3") and checkpoint.config.has_states:
+        raise ConfigError(f"speculative_config.method: {given.method} is not served where layers keep a state yet")
     if given.method == "mtp":
         try:
             return open_mtp(checkpoint)

@@ -61,11 +61,13 @@ ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of
 OTHERS = (
     *("ngram", "suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks"),
     *("ngram, own memory", "draft_model, own memory", "eagle3, own memory of one rank"),
+    *("ngram, states", "draft_model, states"),
 )
 SIZES = {
     "two ranks": ("--decode-tp", "2"),
     "own memory": ("--decode-tp", "2", "--rank-memory", "own"),
     "own memory of one rank": ("--rank-memory", "own"),
+    "states": (),
 }
 LONG = [pytest.param(each, marks=pytest.mark.long) for each in OTHERS]
 
@@ -85,7 +87,7 @@ def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return folder
     if method.startswith("mtp"):
         return write_model_with_a_module_that_is_often_right("deepseek-v3", folder)
-    return write_model("llama3", folder)
+    return write_model("lfm2" if method.endswith("states") else "llama3", folder)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def expected(model: Path) -> list[dict[int, list[int]]]:
 def cluster(method: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     own: dict[str, object] = {"prompt_lookup_min": 1} if method.startswith("ngram") else {}
     if method.startswith("draft_model"):
-        own = {"model": str(model)}
+        own = {"model": str(write_model("llama3", tmp_path_factory.mktemp("draft")))}  # the same one, or of its tokens
     elif method.startswith("eagle3"):
         head = tmp_path_factory.mktemp("head")
         own = {"model": str(write_head_that_looks_back(head, model, load_file(model / WEIGHTS)))}

@@ -88,10 +88,24 @@ def test_what_no_worker_does_is_refused_by_its_key(
         worker(tmp_path, given, **settings)
 
 
-def test_a_state_takes_no_guess_back(tmp_path: Path) -> None:
-    config = worker(write_model("lfm2", tmp_path), NGRAM)
-    with pytest.raises(ConfigError, match="speculative_config: this model's layers keep a state"):
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_heads_of_models_whose_layers_keep_a_state_are_refused(tmp_path: Path, method: str) -> None:
+    given = MTP if method == "mtp" else HEAD
+    config = worker(write_model("lfm2", tmp_path), given)
+    with pytest.raises(
+        ConfigError, match=rf"speculative_config\.method: {method} is not served where layers keep a state"
+    ):
         build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_layers_that_keep_a_state_verify_guesses(tmp_path: Path, method: str) -> None:
+    target, draft = (write_model(family, tmp_path / family) for family in ("lfm2", "llama3"))
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=40, ignore_eos=True, allowed_token_ids=(9, 10, 11))
+    given = {"method": method, **({"model": str(draft)} if method == "draft_model" else {"prompt_lookup_min": 1})}
+    tokens, num_guesses = written(target, params, speculative_config={**given, "num_speculative_tokens": 5})
+    assert (tokens, 0) == written(target, params)
+    assert num_guesses > 5
 
 
 def drafting(target: Path, draft: Path, **settings: object) -> WorkerConfig:
@@ -177,13 +191,6 @@ def test_memory_that_the_draft_model_lacks_is_named_with_it(tmp_path: Path, monk
     for module in (loading, draft_loading):
         monkeypatch.setattr(module, "available_bytes", lambda: 2 * pool_bytes)
     with pytest.raises(ConfigError, match=rf"speculative_config\.model: .* and {pool_bytes} are left"):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
-
-
-def test_a_state_takes_no_guess_of_a_draft_model_back(tmp_path: Path) -> None:
-    target, draft = (write_model(each, tmp_path / each) for each in ("lfm2", "llama3"))
-    config = drafting(target, draft)
-    with pytest.raises(ConfigError, match="speculative_config: this model's layers keep a state"):
         build_engine(config, open_model(config), b"secret", lambda share: None)
 
 
