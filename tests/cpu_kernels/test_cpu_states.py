@@ -6,7 +6,7 @@ prompt was cut, or on threads. Pages are written when states are kept, and not b
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -40,14 +40,21 @@ class Sequences:
             self.table[row, :count] = supply[1 + end - count : 1 + end]
         self.paged = PagedStates(self.pool, SPAN)
 
-    def step(self, loaded: ctypes.CDLL, cuts: list[Cut], *, keeps: bool = True) -> dict[int, Tensor]:
-        """Compute the chunks of a step, and return what each sequence's tokens become."""
+    def step(
+        self, loaded: ctypes.CDLL, cuts: list[Cut], *, keeps: bool = True, final: Mapping[int, int] | None = None
+    ) -> dict[int, Tensor]:
+        """Compute the chunks of a step, and return what each sequence's tokens become.
+
+        final: of sequences whose tokens are guesses but for the first, how many are right, the first included.
+        """
         cuts = sorted(cuts, key=lambda cut: cut[2] - cut[1])
         rows, begins, ends = (np.array(each) for each in zip(*cuts, strict=True))
-        calls = Immediate(loaded)
-        self.paged.plan(self.table[rows], ends - begins, ends)
+        calls, final = Immediate(loaded), final or {}
+        self.paged.plan(self.table[rows], ends - begins, ends, np.array([row in final for row in rows]))
         taken = torch.cat([self.taken[row][begin:end] for row, begin, end in cuts])
         out, kept = self.paged.recur(calls, self.of, FIRST, taken)
+        if final:
+            self.paged.drop(np.array([final.get(row, end - begin) for row, begin, end in cuts]))
         if keeps:
             calls.take(1, kept.call)
         parts = out.split([end - begin for _, begin, end in cuts])
@@ -125,26 +132,46 @@ def test_a_step_writes_no_page_before_its_states_are_kept_and_then_no_other(load
     assert all(torch.equal(alone[row], again[row]) for row in alone), "it can be computed again"
 
 
+@pytest.mark.parametrize("num_final", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_guesses", [4, 17])  # in a short chunk, and in one that is not
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_chain_the_state_behind_its_last_right_guess_is_kept_and_those_of_full_spans(
+    loaded: ctypes.CDLL, kind: str, num_guesses: int, num_final: int
+) -> None:
+    lengths, before = (33, 12, 33), 6
+    whole, guessed = (Sequences(layer(kind, torch.float32), torch.float32, lengths) for _ in range(2))
+    first = [(0, 0, before), (1, 0, 11)]
+    for each in (whole, guessed):
+        each.step(loaded, first)
+    whole.step(loaded, [(0, before, before + num_final), (1, 11, 12), (2, 0, 33)])
+    cuts = [(0, before, before + 1 + num_guesses), (1, 11, 12), (2, 0, 33)]
+    guessed.step(loaded, cuts, final={0: num_final})
+    assert torch.equal(guessed.pool.nan_to_num(), whole.pool.nan_to_num()), "all pages, also those not written"
+    last = [(0, before + num_final, 33)]
+    assert torch.equal(guessed.step(loaded, last)[0], whole.step(loaded, last)[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_of_more_rows_computes_what_calls_one_by_one_do(loaded: ctypes.CDLL, kind: str) -> None:
-    lengths = (9, 8, 1)
+    """Also for a chain of guesses, of which two are right."""
+    lengths = (9, 8, 12)
     of = layer(kind, torch.float32)
     one, other = (Sequences(of, torch.float32, lengths) for _ in range(2))
     for each in (one, other):
-        each.step(loaded, [(0, 0, 8), (1, 0, 7)])
-    expected = one.step(loaded, [(0, 8, 9), (1, 7, 8), (2, 0, 1)])
+        each.step(loaded, [(0, 0, 8), (1, 0, 7), (2, 0, 7)])
+    expected = one.step(loaded, cuts := [(0, 8, 9), (1, 7, 8), (2, 7, 12)], final={2: 3})
     program, keeping = Program(loaded), Program(loaded)
-    taken = torch.zeros(4, num_inputs(of))
+    taken = torch.zeros(9, num_inputs(of))
     other.paged.plan(other.table[:1], np.array([1]), np.array([1]))
     out, kept = other.paged.recur(program, of, FIRST, taken)
-    keeping.take(4, kept.call)
-    other.paged.plan(other.table, np.ones(3, dtype=np.int64), np.array(lengths))
-    taken[:3] = torch.stack([rows[length - 1] for rows, length in zip(other.taken, lengths, strict=True)])
-    program.run(3)
-    keeping.run(3)
-    assert torch.equal(out[:3], torch.cat([expected[row] for row in range(3)]))
-    for row, length in enumerate(lengths):
-        assert torch.equal(other.state(row, length), one.state(row, length))
+    keeping.take(9, kept.call)
+    other.paged.plan(other.table, np.array([1, 1, 5]), np.array(lengths), np.array([False, False, True]))
+    taken[:7] = torch.cat([other.taken[row][begin:end] for row, begin, end in cuts])
+    program.run(7)
+    other.paged.drop(np.array([1, 1, 3]))
+    keeping.run(7)
+    assert torch.equal(out[:7], torch.cat([expected[row] for row in range(3)]))
+    assert torch.equal(other.pool.nan_to_num(), one.pool.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

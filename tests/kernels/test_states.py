@@ -84,6 +84,34 @@ def test_a_step_whose_states_are_not_kept_changes_no_page(kind: str) -> None:
     assert pool.any(1).all()
 
 
+@pytest.mark.parametrize("num_final", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("kind", ["conv", pytest.param("delta", marks=pytest.mark.long), "space"])
+def test_of_a_chain_the_state_behind_its_last_right_guess_is_kept_in_triton(kind: str, num_final: int) -> None:
+    """Beside a sequence without guesses, with padding behind both, as a replayed step has it."""
+    of, before = layer(kind, torch.float32), np.array([6, 3])
+    taken = [drawn(11, num_inputs(of), seed=row) for row in range(2)]
+    table, pools = np.array([[1, 2], [3, 0]]), [torch.full((5, of.kept_inputs + of.memory), math.nan) for _ in range(2)]
+    whole, guessed = (PagedStates(pool, spec_of(of, 24, num_layers=1)) for pool in pools)
+
+    def step(
+        paged: PagedStates, begins: np.ndarray, ends: np.ndarray, room: int, **guesses: np.ndarray
+    ) -> torch.Tensor:
+        paged.plan(table, ends - begins, ends, **guesses)
+        parts = [inputs[begin:end] for inputs, begin, end in zip(taken, begins, ends, strict=True)]
+        return paged.recur(of, 0, torch.cat((*parts, torch.ones(room, num_inputs(of)))))
+
+    for paged in (whole, guessed):
+        step(paged, np.zeros(2, dtype=np.int64), before, 0)
+        paged.keep()
+    step(whole, before, before + np.array([num_final, 1]), 0)
+    whole.keep()
+    made = step(guessed, before, before + np.array([4, 1]), ROOM - 1, has_guesses=np.array([True, False]))
+    guessed.keep(np.array([num_final, 1]))
+    torch.testing.assert_close(pools[1], pools[0], equal_nan=True)
+    torch.testing.assert_close(made[:4].double(), expected(of, taken[0])[6:10], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(made[4].double(), expected(of, taken[1])[3], atol=2e-5, rtol=2e-5)
+
+
 def test_more_than_there_is_room_for_is_refused_by_name() -> None:
     of = layer("conv", torch.float32)
     with pytest.raises(ValueError, match="pool has no room for 2 states of 42"):

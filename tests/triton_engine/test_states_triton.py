@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from guessing_bench import Bench, ids
+from kernel_bench import GREEDY, KernelBench, answered, assert_same
 from launch_grids import Grids
 from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
 from spoilt_pages import LIMITS, Engine
@@ -154,6 +156,18 @@ def test_a_state_that_is_not_kept_on_a_gpu_is_noticed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(TritonStates, "commit", lambda *_: None)
     (answer,) = greedy_texts(CudaRunner(loaded(folder), 10, 16, LIMITS), [prompt(9)], 6)
     assert first_disagreement(load_oracle(folder), prompt(9), answer) is not None
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.long) for each in STATES]
+)
+def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> None:
+    model, params = loaded(write_model(family, tmp_path, **SHAPES[family])), replace(GREEDY, max_tokens=16)
+    plain = answered(Bench(model, 60), params)
+    bench = answered(KernelBench(model, 60, "mostly_right", ids(plain.answers)), params)
+    assert_same(bench, plain)
+    assert bench.counts["guesses"] > bench.counts["right"] > 5
+    assert bench.counts["steps"] < plain.counts["steps"]
 
 
 @of_families
