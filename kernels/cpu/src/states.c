@@ -268,6 +268,43 @@ int64_t pdserve_units_recurring(const struct call *call, int64_t rows) {
     return (void)rows, call->states->num_chunks * of->heads * ((of->value_dim + most - 1) / most);
 }
 
+/* Tokens of a short chunk, in one head: where the memory behind each goes (NULL: nowhere), what it brings and leaves. */
+struct tokens {
+    float *to[MOST_SHORT];
+    const float *k[MOST_SHORT], *learnt[MOST_SHORT];
+    float left[MOST_SHORT];
+    int count; /* up to the last one that goes somewhere */
+};
+
+INLINE floats load_or_nothing(const float *from, int64_t j, int64_t width) {
+    return from ? load_up_to(from, j, width - j, FLOAT32) : splat(0.0f);
+}
+
+INLINE void replay(const float *from, const struct tokens *of, int64_t dim, int64_t width) {
+    for (int64_t i = 0; i < dim; i++)
+        for (int64_t j = 0; j < width; j += LANES) {
+            floats memory = load_or_nothing(from ? from + i * width : NULL, j, width);
+            for (int t = 0; t < of->count; t++) {
+                memory = updated(memory, of->left[t], of->k[t][i], load_up_to(of->learnt[t], j, width - j, FLOAT32));
+                if (of->to[t])
+                    store_up_to(of->to[t] + i * width, j, width - j, memory, FLOAT32);
+            }
+        }
+}
+
+/* As `replay`, of the first token alone, by far the most frequent: here nothing is loaded twice. */
+INLINE void replay_one(const float *from, const struct tokens *of, int64_t dim, int64_t width) {
+    float *to = of->to[0];
+    const float *k = of->k[0], *learnt = of->learnt[0];
+    const float left = of->left[0];
+    for (int64_t i = 0; i < dim; i++)
+        for (int64_t j = 0; j < width; j += LANES) {
+            const floats memory = load_or_nothing(from ? from + i * width : NULL, j, width);
+            store_up_to(to + i * width, j, width - j,
+                        updated(memory, left, k[i], load_up_to(learnt, j, width - j, FLOAT32)), FLOAT32);
+        }
+}
+
 /* Changes a head's memory as the tokens of a short chunk do, and writes it behind those pieces that are kept. */
 INLINE void keep_short(const struct call *call, int64_t chunk, int64_t head) {
     const struct states *states = call->states;
@@ -275,30 +312,22 @@ INLINE void keep_short(const struct call *call, int64_t chunk, int64_t head) {
     const int64_t begin = states->starts[chunk], dim = of->key_dim, width = of->value_dim;
     const int64_t at = of->memory_at + head * dim * width, group = head / (of->heads / of->groups);
     const float *from = states->before[chunk] < 0 ? NULL : page_of(states, states->before[chunk]) + at;
-    float *to[MOST_SHORT], left[MOST_SHORT], k[MOST_SHORT];
-    const float *rows[MOST_SHORT];
-    int count = 0;
+    struct tokens tokens = {.count = 0};
     for (int64_t token = begin; token < states->starts[chunk + 1]; token++) {
         const int place = (int)(token - begin);
         const int64_t page = states->ended[token] < 0 ? -1 : states->pages[states->ended[token]];
-        rows[place] = (const float *)call->x + token * call->x_stride;
-        left[place] = rows[place][of->channels + head];
-        to[place] = page < 0 ? NULL : page_of(states, page) + at;
-        if (to[place])
-            count = place + 1;
+        const float *row = (const float *)call->x + token * call->x_stride;
+        tokens.k[place] = row + of->k_at + group * dim;
+        tokens.learnt[place] = row + of->v_at + head * width;
+        tokens.left[place] = row[of->channels + head];
+        tokens.to[place] = page < 0 ? NULL : page_of(states, page) + at;
+        if (page >= 0)
+            tokens.count = place + 1;
     }
-    for (int64_t i = 0; i < dim; i++) {
-        for (int t = 0; t < count; t++)
-            k[t] = rows[t][of->k_at + group * dim + i];
-        for (int64_t j = 0; j < width; j += LANES) {
-            floats memory = from ? load_up_to(from + i * width, j, width - j, FLOAT32) : splat(0.0f);
-            for (int t = 0; t < count; t++) {
-                memory = updated(memory, left[t], k[t], load_up_to(rows[t] + of->v_at + head * width, j, width - j, FLOAT32));
-                if (to[t])
-                    store_up_to(to[t] + i * width, j, width - j, memory, FLOAT32);
-            }
-        }
-    }
+    if (tokens.count == 1)
+        replay_one(from, &tokens, dim, width);
+    else
+        replay(from, &tokens, dim, width);
 }
 
 /* Puts states into their pages. x: what is convolved, with what is learnt in the place of v. residual: float32 [pieces,
