@@ -7,7 +7,6 @@ A group of states has the end of the chain alone, in the page of its span, and g
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from struct import Struct, pack, unpack
 from zlib import crc32
 
@@ -43,6 +42,7 @@ class FakeRunner:
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._states: dict[PageId, bytes] = {}  # of the step that runs
+        self._behind: dict[tuple[int, int], int] = {}  # of each group and length, the state behind a chunk's tokens
         self.before_states: Callable[[StepPlan], None] = lambda _: None
 
     def page(self, page: PageId) -> bytearray:
@@ -54,6 +54,7 @@ class FakeRunner:
         for source, target in plan.copies:
             self._pages[target][:] = self._pages[source]
         tokens = tuple([self._compute(chunk) for chunk in plan.chunks])
+        self._behind = {}
         pooled = {place: self._pool(chunk) for place, chunk in enumerate(plan.chunks) if chunk.pooling is not None}
         self.before_states(plan)
         for page, content in self._states.items():
@@ -65,7 +66,7 @@ class FakeRunner:
         return StepResult(tokens, 0.0, drafts=drafts, pooled=pooled)
 
     def _compute(self, chunk: Chunk) -> tuple[Tokens, ...]:
-        memory, samples, begin = self._pages, chunk.samples, chunk.start * SIZE
+        memory, begin = self._pages, chunk.start * SIZE
         pages = [memory[page] for page in chunk.pages]
         before = b"".join(pages)[:begin]
         state = int.from_bytes(before[-SIZE:], "little") if before else beginning(chunk.adapter)
@@ -73,8 +74,16 @@ class FakeRunner:
         if len(pages) * self.page_bytes < begin + len(fresh):
             raise InvariantError("a chunk reaches beyond its pages")
         self._write(pages, begin, fresh)
+        self._behind = {}
         if self._others:
             self._write_others(chunk, fresh)
+        tokens = self._sample(chunk, before, fresh)
+        num_right = len(tokens[0]) - 1 if chunk.num_drafts else 0
+        self._keep_states(chunk, chunk.start + len(chunk.token_ids) - chunk.num_drafts + num_right)
+        return tokens
+
+    def _sample(self, chunk: Chunk, before: bytes, fresh: bytes) -> tuple[Tokens, ...]:
+        samples, begin = chunk.samples, chunk.start * SIZE
         if not samples:
             return ()
         first = len(fresh) - chunk.num_drafts * SIZE
@@ -110,12 +119,13 @@ class FakeRunner:
 
     def _guess(self, chunk: Chunk, kept: Tokens) -> tuple[int, ...]:
         """Return what will follow, as far as that goes before a guess that is wrong; now and then nothing."""
-        (spec,), size, end = chunk.samples, self._vocab_size, chunk.start + len(chunk.token_ids) - chunk.num_drafts
+        (spec,), size, num_right = chunk.samples, self._vocab_size, len(kept) - 1
+        end = chunk.start + len(chunk.token_ids) - chunk.num_drafts + num_right
         slots = b"".join([self._pages[page] for page in chunk.pages])[: end * SIZE]
         context, state = crc32(slots), int.from_bytes(slots[-SIZE:], "little")
         guesses: list[int] = []
         others = self._read_others(chunk, end)
-        for number, token in enumerate((*kept, *[None] * self._most_drafts)):
+        for number, token in enumerate((kept[-1], *[None] * self._most_drafts), num_right):
             seen = mixed(context, others) if others else context
             real = _token(seen, spec.seed, spec.index + number, size) if token is None else token.token_id
             if token is None:
@@ -147,17 +157,24 @@ class FakeRunner:
                 self._pages[rows[number]][slot * width : (slot + 1) * width] = group_slot(group, state, width)
 
     def _write_states(self, group: int, shape: PageShape, rows: Sequence[PageId], chunk: Chunk) -> None:
-        """Go on from the state before a chunk, and leave one at the end of each span."""
-        state, stop = beginning(chunk.adapter), chunk.start + len(chunk.token_ids)
-        if chunk.start:
-            state = self._state_after(group, shape, rows, chunk.start)
-        ends = [*range((chunk.start // shape.page_size + 1) * shape.page_size, stop, shape.page_size), stop]
-        for start, end in pairwise([chunk.start, *ends]):
-            slots = chain(state, chunk.token_ids[start - chunk.start : end - chunk.start])
-            state = int.from_bytes(slots[-SIZE:], "little")
-            self._states[rows[start // shape.page_size]] = group_slot(group, state, self.page_bytes)
+        """Go on from the state before a chunk."""
+        state = self._state_after(group, shape, rows, chunk.start) if chunk.start else beginning(chunk.adapter)
+        slots = chain(state, chunk.token_ids)
+        for place in range(len(chunk.token_ids)):
+            behind = int.from_bytes(slots[place * SIZE : (place + 1) * SIZE], "little")
+            self._behind[group, chunk.start + place + 1] = behind
+
+    def _keep_states(self, chunk: Chunk, num_final: int) -> None:
+        """Leave states at the ends of spans, and behind the last final token, which may be a right guess."""
+        for (group, num_tokens), state in self._behind.items():
+            size = self._others[group - 1].page_size
+            if num_tokens == num_final or (num_tokens < num_final and num_tokens % size == 0):
+                page = chunk.other_pages[group - 1][(num_tokens - 1) // size]
+                self._states[page] = group_slot(group, state, self.page_bytes)
 
     def _state_after(self, group: int, shape: PageShape, rows: Sequence[PageId], num_tokens: int) -> int:
+        if (group, num_tokens) in self._behind:
+            return self._behind[group, num_tokens]
         page = rows[(num_tokens - 1) // shape.page_size]
         return _state(group, self._states.get(page) or bytes(self._pages[page]))
 

@@ -89,7 +89,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
     max_model_len, most_drafts = MAX_MODEL_LEN, random.Random(f"guesses {seed}").choice((0, 0, 1, 3))
     others = random.Random(f"groups {seed}").choice(GROUPS)
     if not others and random.Random(f"states {seed}").random() < STATES_SEEDS:
-        others, most_drafts = STATES, 0
+        others = STATES
     adapters = ADAPTERS if random.Random(f"adapters {seed}").random() < 0.5 else ()
     step_tokens = random.Random(f"chunks {seed}").choice(STEP_TOKENS) if others else STEP_TOKENS[0]
     prefill_pages, decode_pages = (_pages_for_one(others, count) for count in (step_tokens, STEP_TOKENS[0]))
