@@ -72,7 +72,7 @@ def test_answers_scores_and_cached_states_are_those_without_guesses(family: str,
     assert ids(bench.answers) == known
     assert bench.ends == plain.ends
     assert bench.broken.keys() == plain.broken.keys() == set()
-    assert_same_scores(bench.answers, plain.answers)
+    assert_same_scores(bench.answers, plain.answers, close=4e-5)  # without guesses they differ by as much as 6e-6
     assert bench.counts["guesses"] > 0
     if drafter in ("right", "mostly_right"):
         assert bench.counts["right"] > 100

@@ -211,10 +211,11 @@ def ids(answers: Answers) -> dict[Name, list[int]]:
     return {name: [token.token_id for token in answer] for name, answer in answers.items()}
 
 
-def assert_same_scores(some: Answers, others: Answers) -> None:
+def assert_same_scores(some: Answers, others: Answers, close: float = 1e-5) -> None:
+    """Compare log probabilities. close: as near as sums of float32 are that many rows, or few, are part of."""
     for name, answer in some.items():
         for one, other in zip(answer, others[name], strict=True):
             assert (one.logprobs is None) == (other.logprobs is None)
             if one.logprobs is not None and other.logprobs is not None:
-                assert one.logprobs.chosen == pytest.approx(other.logprobs.chosen, abs=1e-5)
+                assert one.logprobs.chosen == pytest.approx(other.logprobs.chosen, abs=close)
                 assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
