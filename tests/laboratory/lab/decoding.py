@@ -61,15 +61,21 @@ def loaded(family: str, most: int) -> Runner:
     return Runner(model, most * (_CONTEXT // _PAGE_SIZE), _PAGE_SIZE, ())
 
 
-def step_of(count: int, context: int, length: int = 1) -> StepPlan:
-    """Return a step of the last `length` tokens of so many sequences, each of which has `context` tokens then."""
+def step_of(count: int, context: int, length: int = 1, num_groups: int = 1) -> StepPlan:
+    """Return a step of the last `length` tokens of so many sequences, each of which has `context` tokens then.
+
+    num_groups: of layers, whose pages are no larger than those of others are here.
+    """
     per_row, phase = -(-context // _PAGE_SIZE), Phase.DECODE if length == 1 else Phase.PROMPT
     greedy, chunks = SamplingParams(temperature=0.0), []
     for row in range(count):
-        pages = tuple(PageId(row * per_row + page) for page in range(per_row))
+        pages, *others = [
+            tuple(PageId((group * count + row) * per_row + page) for page in range(per_row))
+            for group in range(num_groups)
+        ]
         sample = SampleSpec(greedy, 0, 0, (), (), forbid_stops=False, sequence=(0, row))
         tokens = [5 + (7 * row + place) % 5000 for place in range(length)]
-        chunks.append(Chunk(tokens, context - length, pages, (sample,), phase))
+        chunks.append(Chunk(tokens, context - length, pages, (sample,), phase, other_pages=tuple(others)))
     return StepPlan(tuple(chunks))
 
 

@@ -61,7 +61,6 @@ class DraftBench:
         """quantizations: of the model's weights, and of the draft model's. sizes: its layers, and answers at once."""
         checkpoint = open_checkpoint(path)
         self._num_layers, self._num_streams = sizes
-        self._num_pages = self._num_streams * _LONGEST // PAGE_SIZE
         self._runner, self._draft_runner = (
             self._loaded(checkpoint, dtype, form, count)
             for form, count in zip(quantizations, (checkpoint.config.num_layers, self._num_layers), strict=True)
@@ -71,10 +70,11 @@ class DraftBench:
 
     def _loaded(self, checkpoint: Checkpoint, dtype: str, quantization: Quantization, num_layers: int) -> Runner:
         """Load the first layers, embedding and head."""
+        num_pages = self._num_streams * _LONGEST // PAGE_SIZE
         weights = weights_in_form(checkpoint, choose_quantization(quantization, checkpoint, dtype, "cpu"))
         config = ModelConfig.from_hf({**checkpoint.raw_config, "num_hidden_layers": num_layers})
         kept = {name: stored for name, stored in weights.items() if _layer(name) < num_layers}
-        return Runner(load_model(config, kept, getattr(torch, dtype)), self._num_pages, PAGE_SIZE, ())
+        return Runner(load_model(config, kept, getattr(torch, dtype)), num_pages, PAGE_SIZE, ())
 
     def measure(self, texts: Sequence[str], rounds: int) -> Iterator[Drafted]:
         """Let the model go on after the beginnings of texts, at a few temperatures."""
@@ -141,7 +141,7 @@ class DraftBench:
             limits = replace(
                 limits, num_speculative_tokens=_GUESSES, guesser=DraftsBy(DraftSource.DRAFT_MODEL, _LONGEST)
             )
-        scheduler, run = scheduler_of(limits, self._num_pages, self._trial), run or self._runner.run
+        scheduler, run = scheduler_of(limits, self._runner, self._trial), run or self._runner.run
         answered(scheduler, run, prompts[: self._num_streams], params)  # with these, costs are learnt
         return answered(scheduler, run, prompts, params)
 

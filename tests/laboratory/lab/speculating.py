@@ -16,6 +16,7 @@ from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
@@ -23,9 +24,9 @@ from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
 from pdserve.executor.draft_loading import lookup_of
+from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
-from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Quantization
 from pdserve.settings.speculative import SpeculativeConfig
@@ -85,12 +86,13 @@ class Answering:
 
 
 def trial_of(runner: Runner) -> Trial:
-    return [(rows, min(runner.run(step_of(rows, PAGE_SIZE)).elapsed_s for _ in range(3))) for rows in _TRIED]
+    plans = [(rows, step_of(rows, PAGE_SIZE, num_groups=len(runner.groups))) for rows in _TRIED]
+    return [(rows, min(runner.run(plan).elapsed_s for _ in range(3))) for rows, plan in plans]
 
 
-def scheduler_of(limits: Limits, num_pages: int, trial: Trial) -> Scheduler:
+def scheduler_of(limits: Limits, runner: Runner, trial: Trial) -> Scheduler:
     """Return a scheduler that knows what steps take, as a worker's does from its trial."""
-    scheduler = Scheduler(KvCache(num_pages, Paging.of(PAGE_SIZE), None), limits)
+    scheduler = Scheduler(KvCache(len(runner.kv), paging_of(runner.groups), None), limits)
     for rows, elapsed_s in trial:
         scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * PAGE_SIZE), elapsed_s)
     return scheduler
@@ -139,9 +141,9 @@ class SpeculationBench:
         checkpoint = open_checkpoint(path)
         form = choose_quantization(quantization, checkpoint, dtype, "cpu")
         model = load_model(checkpoint.config, weights_in_form(checkpoint, form), getattr(torch, dtype))
-        self._num_pages = most_streams * (_LONGEST // PAGE_SIZE)
         self._limits = Limits(most_streams, _CHUNK, _LONGEST, frozenset())
-        self._runner = Runner(model, self._num_pages, PAGE_SIZE, ())
+        most = paging_of(layer_groups(model.config, PAGE_SIZE)).most_pages(_LONGEST, _CHUNK)
+        self._runner = Runner(model, max(most_streams, _TRIED[-1]) * most, PAGE_SIZE, ())
         self._tokenizer, self._vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
         self._guessed = guessed
         self._trial = trial_of(self._runner)
@@ -193,7 +195,7 @@ class SpeculationBench:
         if guessed is not None:
             counted = guessed.num_speculative_tokens
             limits = replace(limits, num_speculative_tokens=counted, guesser=lookup_of(guessed))
-        scheduler = scheduler_of(limits, self._num_pages, self._trial)
+        scheduler = scheduler_of(limits, self._runner, self._trial)
         return answered(scheduler, verifying(self._runner.run), prompts, params)
 
     def _encode(self, text: str) -> list[int]:
