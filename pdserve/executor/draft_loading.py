@@ -61,8 +61,6 @@ def open_drafts(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     given = config.speculative_config
     if given is None or given.looks_up:
         return None
-    if given.method in ("mtp", "eagle3") and checkpoint.config.has_states:
-        raise ConfigError(f"speculative_config.method: {given.method} is not served where layers keep a state yet")
     if given.method == "mtp":
         try:
             return open_mtp(checkpoint)

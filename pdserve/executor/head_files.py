@@ -28,7 +28,7 @@ from pdserve.model.eagle3 import EMBEDDING, LAYER, LM_HEAD, Eagle3Head, feature_
 from pdserve.model.eagle3_config import HeadConfig, read_head
 from pdserve.model.family import Model, Shapes, Tensors, Wanted
 from pdserve.model.loading import checked, ops_for
-from pdserve.model.mtp import SHARED, TARGETS, MtpHead, prefix_of
+from pdserve.model.mtp import TARGETS, MtpHead, prefix_of
 from pdserve.model.ops import Dense, TorchOps
 from pdserve.model.parallel import Collective
 from pdserve.model.weights import WHOLE, Part, Stored, Weights
@@ -122,8 +122,8 @@ def open_mtp(checkpoint: Checkpoint) -> MtpFiles:
     MtpHead.build(config, wanted, TorchOps(), (unused, unused))
     prefix = prefix_of(config)
     own = {name: stored for name, stored in checkpoint.weights().items() if name.startswith(prefix)}
-    shared = [prefix + name for name in SHARED]
-    return MtpFiles(checkpoint, checked(own, wanted.shapes, "a module that guesses", shared.__contains__))
+    copies = [prefix + name for name in TARGETS[config.architecture].copies]
+    return MtpFiles(checkpoint, checked(own, wanted.shapes, "a module that guesses", copies.__contains__))
 
 
 def open_head(path: Path, target: ModelConfig) -> HeadFiles:

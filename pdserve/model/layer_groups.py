@@ -85,10 +85,12 @@ def _with_states(config: ModelConfig, page_size: int, *, powers_of_two: bool) ->
     sizes, attentions = config.design.state_sizes, config.design.attentions
     full = tuple(place for place, each in enumerate(attentions) if each is not None)
     elements = STATE_ITEM * sum(sizes)
-    token = len(full) * config.kv_parts * config.num_kv_heads * config.head_dim
+    num_heads = config.num_head_layers
+    token = (len(full) + num_heads) * config.kv_parts * config.num_kv_heads * config.head_dim
     needed = -(-elements // token)
     if powers_of_two:
         page_size = max(page_size, min(LARGEST_POWER, 1 << (needed - 1).bit_length()))
     page_size *= -(-needed // page_size)
     keeping = tuple(place for place, size in enumerate(sizes) if size)
-    return LayerGroup("full", full, page_size), LayerGroup("state", keeping, page_size, STATE_WINDOW, elements)
+    first = LayerGroup("full", full, page_size, num_head_layers=num_heads)
+    return first, LayerGroup("state", keeping, page_size, STATE_WINDOW, elements)

@@ -61,7 +61,7 @@ ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of
 OTHERS = (
     *("ngram", "suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks"),
     *("ngram, own memory", "draft_model, own memory", "eagle3, own memory of one rank"),
-    *("ngram, states", "draft_model, states"),
+    *("ngram, states", "draft_model, states", "mtp, states"),
 )
 SIZES = {
     "two ranks": ("--decode-tp", "2"),
@@ -86,7 +86,8 @@ def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_forgetful_model(folder)
         return folder
     if method.startswith("mtp"):
-        return write_model_with_a_module_that_is_often_right("deepseek-v3", folder)
+        family = "qwen3.5" if method.endswith("states") else "deepseek-v3"
+        return write_model_with_a_module_that_is_often_right(family, folder)
     return write_model("lfm2" if method.endswith("states") else "llama3", folder)
 
 

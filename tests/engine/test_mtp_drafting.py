@@ -7,7 +7,7 @@ import pytest
 import torch
 from guessing_bench import Bench, ids
 from model_zoo import prompt as zoo_prompt
-from mtp_modules import MtpOracle, write_model_with_a_module_that_is_often_right, write_model_with_module
+from mtp_modules import MtpOracle, Naming, write_model_with_a_module_that_is_often_right, write_model_with_module
 
 from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.executor.draft_loading import with_room
@@ -31,11 +31,16 @@ def loaded(folder: Path) -> tuple[Model, MtpHead]:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.long) for each in ("glm4-moe", "glm4-lite"))]
+    "family",
+    [
+        "deepseek-v3",
+        "qwen3.5",
+        *(pytest.param(f, marks=pytest.mark.long) for f in ("glm4-moe", "glm4-lite", "qwen3-next")),
+    ],
 )
 def test_a_module_guesses_what_it_is_defined_to_guess(tmp_path: Path, family: str) -> None:
     model, head = loaded(write_model_with_module(family, tmp_path))
-    plain, bench, oracle = Bench(model, 200), Bench(model, 200, head=head), MtpOracle.of(tmp_path)
+    plain, bench, oracle = Bench(model, 200), Bench(model, 200, head=head), MtpOracle.of(tmp_path, Naming.of(family))
     for each in (plain, bench):
         for number, length in enumerate((150, 30, 17)):
             each.add(number, zoo_prompt(length, seed=number), GREEDY)
@@ -59,9 +64,11 @@ def test_a_module_knows_a_prefix_that_another_sequence_left(tmp_path: Path) -> N
         assert guesses == oracle.guesses_of(known, len(guesses))
 
 
-@pytest.mark.parametrize("num_pages", [200, 13])
-def test_answers_are_those_without_a_module(tmp_path: Path, num_pages: int) -> None:
-    model, head = loaded(write_model_with_module("deepseek-v3", tmp_path))
+@pytest.mark.parametrize(
+    ("family", "num_pages"), [("deepseek-v3", 200), ("deepseek-v3", 13), ("qwen3.5", 200), ("qwen3.5", 9)]
+)
+def test_answers_are_those_without_a_module(tmp_path: Path, family: str, num_pages: int) -> None:
+    model, head = loaded(write_model_with_module(family, tmp_path))
     plain, bench = Bench(model, 200), Bench(model, num_pages, head=head)
     for each in (plain, bench):
         for number, params in enumerate((SHORT, SAMPLED, replace(SAMPLED, n=1, seed=8), SHORT)):
@@ -70,11 +77,12 @@ def test_answers_are_those_without_a_module(tmp_path: Path, num_pages: int) -> N
     assert ids(bench.answers) == ids(plain.answers)
     assert bench.ends == plain.ends
     assert bench.counts["guesses"] > 20
-    assert bool(bench.scheduler.num_preemptions) == (num_pages == 13)
+    assert bool(bench.scheduler.num_preemptions) == (num_pages < 20)
 
 
-def test_right_guesses_of_a_module_save_steps(tmp_path: Path) -> None:
-    model, head = loaded(write_model_with_a_module_that_is_often_right("deepseek-v3", tmp_path))
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.long)])
+def test_right_guesses_of_a_module_save_steps(tmp_path: Path, family: str) -> None:
+    model, head = loaded(write_model_with_a_module_that_is_often_right(family, tmp_path))
     plain, bench = Bench(model, 200), Bench(model, 200, head=head)
     for each in (plain, bench):
         each.add(0, zoo_prompt(20), GREEDY)

@@ -88,16 +88,6 @@ def test_what_no_worker_does_is_refused_by_its_key(
         worker(tmp_path, given, **settings)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_heads_of_models_whose_layers_keep_a_state_are_refused(tmp_path: Path, method: str) -> None:
-    given = MTP if method == "mtp" else HEAD
-    config = worker(write_model("lfm2", tmp_path), given)
-    with pytest.raises(
-        ConfigError, match=rf"speculative_config\.method: {method} is not served where layers keep a state"
-    ):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
-
-
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_layers_that_keep_a_state_verify_guesses(tmp_path: Path, method: str) -> None:
     target, draft = (write_model(family, tmp_path / family) for family in ("lfm2", "llama3"))
