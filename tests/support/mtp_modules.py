@@ -21,6 +21,7 @@ SMALL = {  # shapes of models that Triton's interpreter computes in seconds
     "glm4-moe": {**_EXPERTS, "num_key_value_heads": 1, "n_group": 2, "topk_group": 1},
     "glm4-lite": {**_EXPERTS, "num_key_value_heads": 2},
 }
+SMALL_WITH_STATES = {"qwen3.5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_attention_heads": 2}}
 
 
 @dataclass(frozen=True)

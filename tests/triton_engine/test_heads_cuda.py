@@ -24,7 +24,7 @@ from knowing_heads import Knowing
 from made_heads import made_head, with_room
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
-from mtp_modules import SMALL, write_model_with_module
+from mtp_modules import SMALL, SMALL_WITH_STATES, write_model_with_module
 
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.hf_directory import open_directory
@@ -42,6 +42,8 @@ from pdserve.model.mtp import MtpHead
 from pdserve.model.ops import DeviceOps, TorchOps
 from pdserve.model.ops_cuda import CudaOps
 from pdserve.protocol.sampling import SamplingParams
+
+MODULES = {**SMALL, **SMALL_WITH_STATES}
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +218,9 @@ def test_a_head_on_kernels_guesses_beside_each_family_what_it_guesses_on_a_cpu(
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "glm4-lite"])
+@pytest.mark.parametrize("family", MODULES)
 def test_a_module_on_kernels_guesses_what_it_guesses_on_a_cpu(tmp_path: Path, family: str) -> None:
-    checkpoint = open_directory(write_model_with_module(family, tmp_path, **SMALL[family]))
+    checkpoint = open_directory(write_model_with_module(family, tmp_path, **MODULES[family]))
     models, heads, module = list[Model](), list[Head](), open_mtp(checkpoint)
     for ops in (TorchOps(), CudaOps()):
         model = loaded(checkpoint, ops)
