@@ -196,11 +196,12 @@ class Texts:
             return drive(each, scheduler, mixed_sequences(prompt_lens, num_tokens), depth)
 
         ahead, one_by_one, theirs = driven(kernels, 2), driven(kernels, 1), driven(plain, 1)
-        guessed = dict[str, Driven]()
-        if not kernels.groups[-1].has_states:  # which take no guess back
-            guessed["lookup"] = driven(kernels, 1, GUESSING)
-            passes = small_runner(DRAFTING_FAMILY, device, limits_of_passes(DRAFTING))
-            guessed["a draft model"] = driven(kernels, 1, DRAFTING, ModelDrafter(passes))
+        draft, page_size = small_model(DRAFTING_FAMILY, device), kernels.groups[0].page_size
+        passes = CudaRunner(draft, CHECK_PAGES, page_size, limits_of_passes(DRAFTING))
+        guessed = {
+            "lookup": driven(kernels, 1, GUESSING),
+            "a draft model": driven(kernels, 1, DRAFTING, ModelDrafter(passes)),
+        }
 
         def unlike(others: Driven) -> list[int]:
             return [order for order in range(len(prompt_lens)) if ahead.texts[order] != others.texts[order]]
@@ -209,8 +210,8 @@ class Texts:
         return cls(unlike(theirs), unlike(one_by_one), by_source)
 
 
-def small_runner(family: str, device: torch.device, limits: Limits = CHECK_LIMITS) -> CudaRunner:
-    return CudaRunner(small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, limits)
+def small_runner(family: str, device: torch.device) -> CudaRunner:
+    return CudaRunner(small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
 
 
 def small_config(family: str) -> ModelConfig:
