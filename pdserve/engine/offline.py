@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.model.family import Model
+from pdserve.model.layer_groups import layer_groups
 from pdserve.protocol.kvlayout import KvCode
-from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import MAX_SEQUENCES, SamplingParams
 
 _PAGE_SIZE = 16
@@ -30,10 +31,11 @@ class LoneEngine:
         self, model: Model, eos_token_ids: Sequence[int], max_num_tokens: int, code: KvCode | None = None
     ) -> None:
         """`max_num_tokens`: of a prompt and its answer, at most. code: the form of K and V."""
-        num_pages = MAX_SEQUENCES * (-(-max_num_tokens // _PAGE_SIZE) + 1)
+        paging = paging_of(layer_groups(model.config, _PAGE_SIZE))
+        num_pages = MAX_SEQUENCES * (paging.most_pages(max_num_tokens, _CHUNK) + len(paging.shapes))
         limits = Limits(MAX_SEQUENCES, _CHUNK, max_num_tokens, frozenset(eos_token_ids))
         self._tied = TIED if code is None else TIED_CODED
-        self._scheduler = Scheduler(KvCache(num_pages, Paging.of(_PAGE_SIZE), None), limits)
+        self._scheduler = Scheduler(KvCache(num_pages, paging, None), limits)
         self._runner = Runner(model, num_pages, _PAGE_SIZE, eos_token_ids, code=code)
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> dict[int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from pdserve.model.families.ernie import ERNIE
 from pdserve.model.families.exaone4 import EXAONE4
 from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from pdserve.model.families.falcon_h1 import FALCON_H1
-from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_NEXT
+from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.gpt_oss import GPT_OSS
@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Qwen3ForCausalLM": llama.QWEN3,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
     "Cohere2ForCausalLM": COHERE2,

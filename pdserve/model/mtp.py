@@ -48,6 +48,7 @@ TARGETS = {  # families whose modules were tested
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
+    "Qwen3_5MoeForCausalLM": _QWEN,
 }
 
 

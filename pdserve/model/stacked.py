@@ -26,13 +26,21 @@ def apart(weights: Weights, config: ModelConfig, *, keep_coded: bool = False) ->
 
     keep_coded: those in MXFP4 as products take them. ConfigError names a tensor that is missing or of another shape.
     """
-    left = dict(weights)
-    for index, layer in enumerate(config.design.layers):
-        of = layer.mlp
-        if isinstance(of, Experts) and of.stacked is not None:
-            stacks = _Stacks(left, f"model.layers.{index}.{of.block}.", of, keep_coded)
+    left, layers = dict(weights), config.design.layers
+    mlps = {f"model.layers.{index}.": layer.mlp for index, layer in enumerate(layers)}
+    if config.design.guessing is not None:
+        mlps[f"{config.design.guessing}layers.0."] = layers[-1].mlp
+    for prefix, of in mlps.items():
+        if isinstance(of, Experts) and of.stacked is not None and _are_stacked(left, prefix, of):
+            stacks = _Stacks(left, f"{prefix}{of.block}.", of, keep_coded)
             left |= stacks.matrices(of.stacked, config.hidden_size)
     return left
+
+
+def _are_stacked(weights: Weights, prefix: str, of: Experts) -> bool:
+    """Say whether a layer of the file has no tensors of single experts. A module that guesses may not be there."""
+    first = f"{prefix}{of.block}.experts.0.{of.expert.names[0]}.weight"
+    return first not in weights and any(name.startswith(prefix) for name in weights)
 
 
 @dataclass(frozen=True, slots=True)

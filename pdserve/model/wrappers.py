@@ -30,6 +30,7 @@ class Wrapper:
     defaults: Mapping[str, object] = field(default_factory=dict)  # of the text part's keys
 
 
+OF_QWEN = ("image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id")
 WRAPPERS: Mapping[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
         {"gemma3_text": "Gemma3ForCausalLM"},
@@ -40,10 +41,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
         {"llama4_text": "Llama4ForCausalLM"},
         ("boi_token_index", "eoi_token_index", "image_token_index", "vision_config"),
     ),
-    "Qwen3_5ForConditionalGeneration": Wrapper(
-        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-        (*("image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id"),),
-    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper({"qwen3_5_text": "Qwen3_5ForCausalLM"}, OF_QWEN),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, OF_QWEN),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
         (

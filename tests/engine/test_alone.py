@@ -1,11 +1,14 @@
 """The one engine that answers are compared with knows which of them hang on how sums are rounded."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from held_weights import scaled
+from model_zoo import first_disagreement, load_oracle, prompt, write_model
 
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.offline import LoneEngine
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
@@ -43,6 +46,14 @@ def test_coded_rows_are_tied_where_rows_as_computed_are_not(code: KvCode) -> Non
     assert not engine(40.0, code).is_tied((1, 2, 3), GREEDY)
     assert engine(0.1, code).is_tied((1, 2, 3), GREEDY), "a code may be another one"
     assert not engine(0.1).is_tied((1, 2, 3), GREEDY)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "lfm2"])
+def test_models_with_windows_and_with_states_answer_as_transformers_do(tmp_path: Path, family: str) -> None:
+    checkpoint = open_directory(write_model(family, tmp_path))
+    lone = LoneEngine(load_model(checkpoint.config, checkpoint.weights(), torch.float32), (), 330)
+    (answer,) = lone.answer(prompt(310), replace(GREEDY, max_tokens=20)).values()
+    assert first_disagreement(load_oracle(tmp_path), prompt(310), list(answer)) is None
 
 
 def test_looking_for_ties_changes_no_answer() -> None:

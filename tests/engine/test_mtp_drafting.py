@@ -35,7 +35,7 @@ def loaded(folder: Path) -> tuple[Model, MtpHead]:
     [
         "deepseek-v3",
         "qwen3.5",
-        *(pytest.param(f, marks=pytest.mark.long) for f in ("glm4-moe", "glm4-lite", "qwen3-next")),
+        *(pytest.param(f, marks=pytest.mark.long) for f in ("glm4-moe", "glm4-lite", "qwen3-next", "qwen3.5-moe")),
     ],
 )
 def test_a_module_guesses_what_it_is_defined_to_guess(tmp_path: Path, family: str) -> None:

@@ -225,6 +225,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "Qwen2MoeForCausalLM": {"num_local_experts"},
     "Qwen3MoeForCausalLM": {"num_local_experts"},
     "Qwen3NextForCausalLM": {"num_local_experts"},
+    "Qwen3_5MoeForCausalLM": {"num_local_experts"},
     "GraniteForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling"},
     "Llama4ForCausalLM": {"attention_chunk_size", "no_rope_layers", "num_local_experts", "use_qk_norm"},
     "SmolLM3ForCausalLM": {"no_rope_layers"},
@@ -237,6 +238,7 @@ OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
     "PhiForCausalLM": {"rms_norm_eps": None},
     "Qwen3NextForCausalLM": {"full_attention_interval": 2},
     "Qwen3_5ForCausalLM": {"full_attention_interval": 2},
+    "Qwen3_5MoeForCausalLM": {"full_attention_interval": 2},
     "Starcoder2ForCausalLM": {"rms_norm_eps": None},
 }
 
@@ -502,6 +504,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         ("Qwen3NextForCausalLM", {"linear_key_head_dim": 2049}, "linear_key_head_dim"),
         ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate"),
         ("Qwen3_5ForCausalLM", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ("Qwen3_5MoeForCausalLM", {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ],
 )
 def test_what_layers_with_a_state_do_not_compute_is_refused(

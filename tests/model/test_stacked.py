@@ -1,5 +1,6 @@
 """Experts that a checkpoint holds in a few tensors are read one by one, as matrices of their own."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,9 @@ import torch
 from greedy_runs import greedy_texts
 from held_weights import held
 from model_zoo import first_disagreement, load_oracle, prompt
+from mtp_modules import write_model_with_module
 from published_formats import write_in_mxfp4
+from safetensors.torch import load_file
 from thread_ranks import thread_ranks
 from torch import Tensor
 
@@ -275,3 +278,24 @@ def test_the_bytes_that_experts_in_mxfp4_take_are_estimated_as_products_hold_the
     model = load_model(opened.config, kept_in(opened), torch.bfloat16)
     held_bytes = sum(weight_bytes(each) for each in model.matrices() if isinstance(each, Tiles) and each.is_float)
     assert estimated_bytes(experts, "bfloat16", "cpu") == held_bytes
+
+
+def test_experts_of_qwen_are_read_from_stacks_and_from_tensors_of_their_own(tmp_path: Path) -> None:
+    """Published files have stacks in layers, and either in the module that guesses."""
+    own = load_file(write_model_with_module("qwen3.5-moe", tmp_path) / "model.safetensors")
+    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    for prefixes in ([f"model.layers.{layer}." for layer in range(3)], ["mtp.layers.0."]):
+        stacked = {
+            name: each for name, each in own.items() if not name.startswith(tuple(prefixes)) or ".experts." not in name
+        }
+        for prefix in prefixes:
+            block = f"{prefix}mlp.experts"
+            gates, ups, downs = (
+                torch.stack([own[f"{block}.{expert}.{part}_proj.weight"] for expert in range(6)])
+                for part in ("gate", "up", "down")
+            )
+            stacked |= {f"{block}.gate_up_proj": torch.cat((gates, ups), 1), f"{block}.down_proj": downs}
+        assert len(stacked) < len(own)
+        found = apart(held(stacked), config)
+        assert found.keys() == own.keys()
+        assert all(torch.equal(values(found, name), tensor) for name, tensor in own.items())

@@ -51,6 +51,8 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -95,6 +97,13 @@ DELTA_HEADS = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+}
+DELTA_EXPERTS = {
+    **DELTA_HEADS,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
 }
 
 
@@ -334,17 +343,19 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         Qwen3NextConfig,
         num_hidden_layers=4,
         head_dim=32,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        shared_expert_intermediate_size=40,
-        **DELTA_HEADS,
+        **DELTA_EXPERTS,
     ),
     "qwen3.5": causal(
         Qwen3_5TextConfig,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         head_dim=32,
         **DELTA_HEADS,
+    ),
+    "qwen3.5-moe": causal(
+        Qwen3_5MoeTextConfig,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        head_dim=32,
+        **DELTA_EXPERTS,
     ),
     "seed-oss": causal(SeedOssConfig, head_dim=32, attention_out_bias=True),
     "smollm3": causal(SmolLM3Config, no_rope_layer_interval=2),
@@ -380,13 +391,21 @@ WITH_IMAGES = {
         head_dim=32,
         **DELTA_HEADS,
     ),
+    "qwen3.5-moe-images": seeing(
+        Qwen3_5MoeConfig,
+        "qwen3_5_moe_text",
+        "qwen3_5_moe_vision",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        head_dim=32,
+        **DELTA_EXPERTS,
+    ),
     "llama4-images": seeing(Llama4Config, "llama4_text", "llama4_vision_model", **CHUNKED),
     "mistral3-images": seeing(Mistral3Config, "mistral", "pixtral", sliding_window=None),
 }
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
-DELTA_NETS = ("qwen3-next", "qwen3.5")
+DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 STATES = (*DELTA_NETS, "falcon-h1", "lfm2")
-IN_TILES = (*LATENT, "falcon-h1", "qwen3-next")  # all of whose matrices are in tiles in bfloat16 alone
+IN_TILES = (*LATENT, "falcon-h1", "qwen3-next", "qwen3.5-moe")  # all of whose matrices are in tiles in bfloat16 alone
 IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
@@ -399,6 +418,7 @@ WITH_EXPERTS = (
     "qwen2-moe",
     "qwen3-moe",
     "qwen3-next",
+    "qwen3.5-moe",
 )
 
 

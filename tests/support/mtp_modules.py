@@ -51,7 +51,7 @@ class Naming:
         return f"model.layers.{self.source}."
 
 
-FULL_LAYERS = {"qwen3-next": 3, "qwen3.5": 1}  # the last layer with attention
+FULL_LAYERS = {"qwen3-next": 3, "qwen3.5": 1, "qwen3.5-moe": 1}  # the last layer with attention
 
 
 def write_model_with_module(family: str, folder: Path, **shape: int) -> Path:

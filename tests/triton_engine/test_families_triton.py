@@ -82,6 +82,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "lfm2": {},
     "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3.5": {},
+    "qwen3.5-moe": {},
     "smollm3": {"num_hidden_layers": 2},
     **{family: {"sliding_window": 8} for family in OF_KINDS},
 }

@@ -43,6 +43,7 @@ DELTA_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 SHAPES = {
     "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2, **DELTA_HEADS},
     "qwen3.5": DELTA_HEADS,
+    "qwen3.5-moe": DELTA_HEADS,
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
     "lfm2": {},
 }

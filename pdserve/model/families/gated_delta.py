@@ -1,11 +1,12 @@
 """Qwen3-Next (2025) and Qwen3.5 (2026): gated delta nets, and gated attention in each fourth layer.
 
-Norms multiply by 1 + weight. Qwen3-Next has experts, and a shared one with a gate.
+Norms multiply by 1 + weight. Qwen3-Next has experts, and a shared one with a gate; so have larger models of Qwen3.5,
+whose files hold all experts of a layer in two tensors, or each in its own.
 """
 
 from dataclasses import replace
 
-from pdserve.model.design import Activation, Design, Head, HeadNorms, RmsNorm, SelfAttention, Sequential
+from pdserve.model.design import Activation, Design, Head, HeadNorms, RmsNorm, SelfAttention, Sequential, Stacked
 from pdserve.model.families.experts import are_sparse, qwen_experts, with_experts, with_shared
 from pdserve.model.families.reading import Family, kinds_of_layers, swiglu
 from pdserve.model.fields import Fields
@@ -22,6 +23,16 @@ def _read_next(fields: Fields) -> Design:
     fields.must_be("use_sliding_window", False)
     experts = with_shared(fields, qwen_experts(fields, 512, 10, usual_size=512, normalized=True), usual_size=512)
     return with_experts(_read(fields, by_key_head=True), experts, are_sparse(fields))
+
+
+def _read_3_5_moe(fields: Fields) -> Design:
+    fields.must_be("mlp_only_layers", [])
+    fields.must_be("decoder_sparse_step", 1)
+    experts = replace(
+        with_shared(fields, qwen_experts(fields, 256, 8, usual_size=512, normalized=True), usual_size=512),
+        stacked=Stacked("experts.gate_up_proj", "experts.down_proj"),
+    )
+    return with_experts(_read_3_5(fields), experts, lambda _: True)
 
 
 def _read_3_5(fields: Fields) -> Design:
@@ -67,3 +78,4 @@ def _delta(fields: Fields, eps: float, *, by_key_head: bool) -> GatedDelta:
 _SIZES = {"num_key_value_heads": 2, "head_dim": 256, "hidden_act": Activation.SILU}
 QWEN3_NEXT = Family(_read_next, {**_SIZES, "intermediate_size": 5632})
 QWEN3_5 = Family(_read_3_5, {**_SIZES, "num_key_value_heads": 4})
+QWEN3_5_MOE = Family(_read_3_5_moe, {**_SIZES, "intermediate_size": 5632})
