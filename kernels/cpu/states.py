@@ -19,6 +19,7 @@ from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 from pdserve.kernels.state_pieces import Bools, Pieces
 
 MAX_KEY_DIM = 2048  # of which 128 columns lie on a thread's stack
+MOST_RUNS = 3  # of channels: src/states.h
 MOST_SHORT = 16  # tokens of a short chunk: src/states.h
 
 
@@ -29,6 +30,12 @@ class _States(ctypes.Structure):
         *((name, Pointer) for name in ("pool", "starts", "chunks", "before", "ended", "pages")),
         *((name, Size) for name in ("page_floats", "num_chunks", "num_pieces", "num_short", "short_pieces")),
     )
+
+
+class _Run(ctypes.Structure):
+    """`struct run` of src/states.h."""
+
+    _fields_ = tuple([(name, Size) for name in ("begin", "end", "offset")])
 
 
 class _Recurrence(ctypes.Structure):
@@ -42,6 +49,8 @@ class _Recurrence(ctypes.Structure):
         *((name, Pointer) for name in ("rate", "rate_bias", "direct", "norm")),
         *((name, Size) for name in ("norm_width", "norm_part", "gates_first", "rounds")),
         *((name, ctypes.c_double) for name in ("eps", "scale")),
+        *((name, Size) for name in ("kept_width", "num_runs")),
+        ("runs", _Run * MOST_RUNS),
     )
 
 
@@ -80,6 +89,15 @@ class Heads:
         return dict(zip(self.order, accumulate(widths, initial=0), strict=False))
 
 
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """What one of several ranks has of a layer's state, which lies in pages as one rank has it."""
+
+    channels: int  # of all ranks
+    runs: tuple[slice, ...]  # of these, the rank's, in its order
+    heads_before: int = 0  # of other ranks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
     """A layer. Its input is a row of several parts, of which `..._at` are the first features."""
@@ -90,6 +108,7 @@ class Recurrence:
     gates_at: int
     before_at: int = 0  # without heads: what inputs are multiplied with
     heads: Heads | None = None
+    part: StatePart | None = None  # None: all of it is one rank's
 
     @property
     def width(self) -> int:
@@ -100,6 +119,18 @@ class Recurrence:
     def kept_inputs(self) -> int:
         """Return the values of a state that the convolution needs; a memory comes behind them."""
         return (len(self.weight) - 1) * self.weight.shape[1]
+
+    @property
+    def state_part(self) -> StatePart:
+        channels = self.weight.shape[1]
+        return self.part or StatePart(channels, (slice(0, channels),))
+
+    @property
+    def memory_at(self) -> int:
+        """Return where a rank's memory begins in a state, behind the inputs that all ranks keep."""
+        part, heads = self.state_part, self.heads
+        before = 0 if heads is None else part.heads_before * heads.key_dim * heads.value_dim
+        return (len(self.weight) - 1) * part.channels + before
 
     @property
     def memory(self) -> int:
@@ -226,8 +257,9 @@ def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
     require_tensor("weight", of.weight, (None, None), (torch.float32,))
     layer = _Recurrence(
         weight=of.weight.data_ptr(), channels=channels, kernel=kernel, kept_at=first, inputs_at=of.inputs_at,
-        gates_at=of.gates_at, before_at=of.before_at, memory_at=first + of.kept_inputs,
+        gates_at=of.gates_at, before_at=of.before_at, memory_at=first + of.memory_at,
     )  # fmt: skip
+    _set_runs(layer, of.state_part)
     if of.bias is not None:
         require_tensor("bias", of.bias, (channels,), (torch.float32,))
         layer.bias = of.bias.data_ptr()
@@ -261,3 +293,14 @@ def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
         layer.norm, layer.norm_width, layer.norm_part = gating.norm.data_ptr(), width, gating.part
         layer.gates_first = gating.gates_first
     return layer
+
+
+def _set_runs(layer: _Recurrence, part: StatePart) -> None:
+    require(len(part.runs) <= MOST_RUNS, f"part must have at most {MOST_RUNS} runs, got {len(part.runs)}")
+    own = sum([run.stop - run.start for run in part.runs])
+    require(own == layer.channels, f"part must be of {layer.channels} channels, got {own}")
+    layer.kept_width, layer.num_runs, begin = part.channels, len(part.runs), 0
+    for place, run in enumerate(part.runs):
+        end = begin + run.stop - run.start
+        layer.runs[place] = _Run(begin, end, run.start - begin)
+        begin = end

@@ -21,7 +21,7 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.decode_programs import DecodePrograms
 from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.features import Features
@@ -80,6 +80,7 @@ class RankPages:
     memory: Tensor  # bytes
     are_own: bool = False  # they have its own layers and KV heads alone; else those of all ranks, which share them
     are_recorded: bool = True  # the sums of these ranks, in decode programs
+    keep: Callable[[Ints | None], None] | None = None  # of the first rank: lets others keep their parts of states
 
 
 def is_compiled(model: Model) -> bool:
@@ -126,6 +127,7 @@ class Runner:
         self._attention, self._programs = _attention(model, self.kv, self.groups, rows)
         if pages is not None and not pages.are_recorded:
             self._programs = None
+        self._keep_others = None if pages is None else pages.keep
         self._features = Features((), num_pages, self.groups[0].page_size)
         self._balance = ExpertBalance(model.expert_counts())
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
@@ -159,11 +161,27 @@ class Runner:
             sampled = self._sampler.sample(logits, batch.samples, found)
             tokens = by_chunk(batch, sampled)
             if self._attention.states is not None:
-                self._attention.states.commit(batch.num_kept([token.token_id for token in sampled], found.stuck))
+                self._keep(batch.num_kept([token.token_id for token in sampled], found.stuck))
             stuck = batch.of_chunks(found.stuck)
             ratios = self._balance.after(batch.num_tokens)
         elapsed_s = time.perf_counter() - started_s
         return StepResult(tokens, elapsed_s, prompts=prompts, stuck=stuck, expert_ratios=ratios, pooled=vectors)
+
+    @property
+    def has_states(self) -> bool:
+        """Say whether `commit` ends a step that this rank has followed."""
+        return self._attention.states is not None
+
+    def commit(self, num_kept: Ints | None) -> None:
+        """Write the states behind so many tokens of each chunk of the step (all: None)."""
+        assert self._attention.states is not None, "others keep none"
+        self._attention.states.commit(num_kept)
+
+    def _keep(self, num_kept: Ints | None) -> None:
+        """Write states on all ranks, now that all of a step is computed and sampled."""
+        if self._keep_others is not None:
+            self._keep_others(num_kept)
+        self.commit(num_kept)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:

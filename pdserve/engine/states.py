@@ -13,13 +13,14 @@ there is a state behind each of them until then, and the one behind the last rig
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Chains, Ints
+from pdserve.kernels.cpu.states import Recurrence
 from pdserve.kernels.state_pieces import Pieces
 from pdserve.model.attention import Advance, Recurs
 from pdserve.model.layer_groups import LayerGroup
@@ -49,12 +50,8 @@ class States:
         """kv: the pool. parts: float32 values of each part of a state, in each layer of the model."""
         self._rows = kv.view(len(kv), -1).view(torch.float32)
         self._span = group.page_size
-        self._columns: dict[int, tuple[slice, ...]] = {}
-        first = 0
-        for layer in group.layers:
-            ends = list(accumulate(parts[layer], initial=first))
-            self._columns[layer] = tuple([slice(*each) for each in pairwise(ends)])
-            first = ends[-1]
+        sizes = [sum(parts[layer]) for layer in group.layers]
+        self._firsts = dict(zip(group.layers, accumulate(sizes, initial=0), strict=False))
         self._step: _Step | None = None
         self._written: list[tuple[Tensor, slice, Tensor]] = []
 
@@ -67,7 +64,7 @@ class States:
 
     def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
         """Compute one layer; see `pdserve.model.attention.Attention`."""
-        return of.in_torch(taken, partial(self._recur, layer))
+        return of.in_torch(taken, partial(self._recur, layer, of.recurrence))
 
     def commit(self, num_kept: Ints | None = None) -> None:
         """Write the states of a step whose tokens are all computed and sampled; see `KeepsStates`."""
@@ -84,9 +81,9 @@ class States:
             raise RuntimeError("plan must be called first")
         return self._step
 
-    def _recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
-        step, columns = self._planned(), self._columns[layer]
-        states = [self._rows[:, part].index_select(0, step.before).index_fill_(0, step.begins, 0.0) for part in columns]
+    def _recur(self, layer: int, of: Recurrence, rows: Tensor, advance: Advance) -> Tensor:
+        step, parts = self._planned(), _columns(of, self._firsts[layer])
+        states = [self._before(step, columns) for columns in parts]
         out: Tensor | None = None
         for piece in step.pieces:
             is_only = len(step.pieces) == 1  # of all chunks
@@ -94,12 +91,26 @@ class States:
             made, after = advance(rows[piece.tokens], given)
             out = made.new_empty((len(rows), made.shape[-1])) if out is None else out
             out[piece.tokens] = made
-            for part, state, new in zip(columns, states, after, strict=True):
-                self._written.append((piece.pieces, part, new))
+            for columns, state, new in zip(parts, states, after, strict=True):
+                widths = [each.stop - each.start for each in columns]
+                self._written += zip(repeat(piece.pieces), columns, new.split(widths, 1), strict=False)
                 if not is_only:
                     state.index_copy_(0, piece.chunks, new)
         assert out is not None, "a step has tokens"
         return out
+
+    def _before(self, step: _Step, columns: Seq[slice]) -> Tensor:
+        """Return a part of the states before a step."""
+        found = torch.cat([self._rows[:, each].index_select(0, step.before) for each in columns], 1)
+        return found.index_fill_(0, step.begins, 0.0)
+
+
+def _columns(of: Recurrence, first: int) -> list[list[slice]]:
+    """Return where a rank's parts of a layer's state lie: the last inputs, and a memory if there is one."""
+    part, at = of.state_part, first + of.memory_at
+    rows = [first + place * part.channels for place in range(len(of.weight) - 1)]
+    inputs = [slice(row + run.start, row + run.stop) for row in rows for run in part.runs]
+    return [inputs, [slice(at, at + of.memory)]] if of.memory else [inputs]
 
 
 def _alike(of: Pieces) -> tuple[_Piece, ...]:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.engine.batch import Ints
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
 from pdserve.executor.node_ranks import NodeRanks, store_for
-from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, step_of
+from pdserve.executor.rank_frames import Ended, Kept, OwnPages, Pages, Setup, Step, step_of
 from pdserve.executor.rank_group import GroupRanks
 from pdserve.executor.rank_memory import device_pages, mapped_pages, new_pages, own_pages, region_of
 from pdserve.executor.rank_process import start_rank
@@ -57,6 +58,7 @@ class Followers:
         self._children: list[tuple[subprocess.Popen[bytes] | RemoteRank, Channel]] = []
         self._nodes, self._limit_s = nodes, config.stalled_step_s
         self._is_closing = self._have_met = False
+        self._have_states, self._are_to_keep = form.checkpoint.config.has_states, False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         self.drain_s = 2 * config.stalled_step_s  # two steps may be under way
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
@@ -145,8 +147,17 @@ class Followers:
     def begin(self, plan: StepPlan, *, is_guessing: bool = False) -> None:
         """Let all do their parts of a step, or of a pass in which a head guesses."""
         step = step_of(plan, is_guessing=is_guessing)
+        self._send_all(step)
+        self._are_to_keep = self._have_states
+
+    def keep(self, num_kept: Ints | None) -> None:
+        """Let all write the states of a step that is computed and sampled: see `Runner.commit`."""
+        self._are_to_keep = False
+        self._send_all(Kept(num_tokens=None if num_kept is None else num_kept.tolist()))
+
+    def _send_all(self, message: Step | Kept) -> None:
         for index, (_, channel) in enumerate(self._children, start=1):
-            _send(channel, step, index)
+            _send(channel, message, index)
 
     def copy(self, plan: StepPlan, copy: Callable[[StepPlan], StepResult]) -> StepResult:
         """Copy pages on all ranks that have them; `copy` does on the first one."""
@@ -159,8 +170,14 @@ class Followers:
         return result
 
     def end(self, limit_s: float | None = None) -> list[int]:
-        """Wait until all have done what they were told to. DeviceError where one has failed, or takes too long."""
+        """Wait until all have done what they were told to. DeviceError where one has failed, or takes too long.
+
+        A step that was not followed by `keep` has failed here: its states are not written.
+        """
         rooms = []
+        if self._are_to_keep:
+            self._are_to_keep = False
+            self._send_all(Kept(is_failed=True))
         for index, (_, channel) in enumerate(self._children, start=1):
             channel.limit(limit_s)
             try:
@@ -202,7 +219,7 @@ class Followers:
             os._exit(DEVICE_EXIT_STATUS)
 
 
-def _send(channel: Channel, message: Setup | Step, index: int) -> None:
+def _send(channel: Channel, message: Setup | Step | Kept, index: int) -> None:
     """Send a rank a message. DeviceError where its process has ended."""
     try:
         channel.send(message)

@@ -148,13 +148,14 @@ def _ranked(
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
         check_inputs(config, model)
         assert followers.memory is not None, "ranks on CPUs have the host's"
-        memory = RankPages(followers.memory, config.rank_memory == "own", are_recorded=nodes is None)
+        are_own = config.rank_memory == "own"
+        memory = RankPages(followers.memory, are_own, are_recorded=nodes is None, keep=followers.keep)
         code = coded_as(layout.dtype)
         runner = Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), memory, code)
         followers.meet()
         followers.meet_nodes(num_pages)
-        page_bytes = num_copies(layout, config.degrees) * layout.page_bytes
-        _check_memory(config, num_pages * page_bytes)  # beside all of their parts
+        num_bytes = num_copies(layout, config.degrees) * layout.memory_bytes(num_pages, config.max_num_seqs)
+        _check_memory(config, num_bytes)  # beside all of their parts
         guessing = load_guessing(config, drafts, form, model, (num_pages, layout))
         drafter = drafter_of(guessing, runner, layout.page_size, limits)
         return RankedExecutor(runner, followers, thread, _name_of_ranks(config), config.test_step_s, drafter)

@@ -59,6 +59,7 @@ class Part(msgspec.Struct, array_like=True):
     pooling: Pooling | None = None
     previous: int | None = None
     following: int | None = None
+    continues: bool = False
 
 
 class Pages(msgspec.Struct, array_like=True):
@@ -73,6 +74,13 @@ class Step(msgspec.Struct, array_like=True):
     parts: list[Part]
     copies: list[tuple[int, int]] = []
     is_guessing: bool = False
+
+
+class Kept(msgspec.Struct, array_like=True):
+    """How a step ends of a model whose layers keep states, once rank 0 has sampled: which of them are written."""
+
+    is_failed: bool = False  # none
+    num_tokens: list[int] | None = None  # those behind so many tokens of each chunk; None: of all
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -100,6 +108,7 @@ def step_of(plan: StepPlan, *, is_guessing: bool = False) -> Step:
             pooling=chunk.pooling,
             previous=chunk.previous,
             following=chunk.following,
+            continues=chunk.continues,
         )
         for chunk in plan.chunks
     ]
@@ -125,4 +134,5 @@ def _chunk(part: Part) -> Chunk:
         pooling=part.pooling,
         previous=part.previous,
         following=part.following,
+        continues=part.continues,
     )

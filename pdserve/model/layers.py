@@ -76,7 +76,8 @@ class SelfAttention:
         unit = rank.query_unit(config.num_heads, config.num_kv_heads)
         matrices, gate = _qkv(of, parts, prefix, unit * head_dim), None
         if of.gated:
-            heads = torch.arange(config.num_heads * 2 * head_dim).view(-1, 2, head_dim)
+            own = rank.query_heads(config.num_heads, config.num_kv_heads)
+            heads = torch.arange((own.stop - own.start) * 2 * head_dim).view(-1, 2, head_dim)
             queries, gate = (rows_of(matrices[0], heads[:, place].flatten()) for place in (0, 1))
             matrices[0] = queries
         if features is not None:

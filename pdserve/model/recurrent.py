@@ -8,18 +8,20 @@ leaves the same state as these tokens one by one, but for rounding.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
+from pdserve.kernels.cpu.states import Gating, Heads, Recurrence, StatePart
 from pdserve.model import state_design as design
 from pdserve.model.attention import Advance, Attention
 from pdserve.model.ops import Linear, Matrix, Ops, joined, rows_of
+from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
+from pdserve.model.weights import Rank
 
 BLOCK = 64  # tokens of the delta rule that are solved for at once
 NORM_EPS = 1e-6  # of the lengths of q and k
@@ -46,9 +48,12 @@ class Convolution:
         return sums if self.bias is None else sums.add_(self.bias), inputs[:, count:].flatten(1)
 
     @classmethod
-    def build(cls, name: str, kernel: int, channels: int, parts: Parts, *, bias: bool) -> Self:
-        weight = parts.tensors.take(f"{name}.weight", (channels, 1, kernel)).float()
-        added = parts.tensors.take(f"{name}.bias", (channels,)).float() if bias else None
+    def build(cls, name: str, of: "Convolved", parts: Parts, *, bias: bool) -> Self:
+        weight = parts.tensors.take(f"{name}.weight", (of.channels, 1, of.kernel)).float()
+        added = parts.tensors.take(f"{name}.bias", (of.channels,)).float() if bias else None
+        if parts.rank.size > 1:
+            own = indices(*of.runs(parts.rank))
+            weight, added = weight[own], None if added is None else added[own]
         return cls(weight.flatten(1).t().contiguous(), added)
 
 
@@ -59,6 +64,7 @@ class ShortConv:
     taken: Linear  # [3 * channels, hidden_size]: a gate of inputs, one of outputs, and inputs
     convolution: Convolution
     o: Linear
+    part: StatePart | None = None
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens, before `o`: [num_tokens, channels]."""
@@ -68,7 +74,12 @@ class ShortConv:
     def recurrence(self) -> Recurrence:
         convolution, channels = self.convolution, self.convolution.weight.shape[1]
         return Recurrence(
-            weight=convolution.weight, bias=convolution.bias, inputs_at=2 * channels, gates_at=channels, before_at=0
+            weight=convolution.weight,
+            bias=convolution.bias,
+            inputs_at=2 * channels,
+            gates_at=channels,
+            before_at=0,
+            part=self.part,
         )
 
     def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
@@ -85,11 +96,17 @@ class ShortConv:
 
     @classmethod
     def build(cls, of: design.ShortConv, parts: Parts) -> Self:
-        prefix, hidden = f"{parts.prefix}conv.", parts.config.hidden_size
-        taken = parts.tensors.take_matrix(f"{prefix}in_proj", 3 * of.channels, hidden, bias=of.bias)
-        convolution = Convolution.build(f"{prefix}conv", of.kernel, of.channels, parts, bias=of.bias)
-        o = parts.tensors.take_matrix(f"{prefix}out_proj", hidden, of.channels, bias=of.bias)
-        return cls(parts.ops.held(taken), convolution, parts.ops.held(o))
+        prefix, rank, take = f"{parts.prefix}conv.", parts.rank, parts.tensors.take_matrix
+        hidden, group = parts.config.hidden_size, parts.tensors.group(f"{prefix}out_proj")
+        of = replace(of, group=group)
+        taken = take(f"{prefix}in_proj", 3 * of.channels, hidden, bias=of.bias)
+        if rank.size > 1:
+            (run,) = of.runs(rank)
+            taken = rows_of(taken, indices(*(design.moved(run, place * of.channels) for place in range(3))))
+        convolution = Convolution.build(f"{prefix}conv", of, parts, bias=of.bias)
+        o = take(f"{prefix}out_proj", hidden, of.channels, bias=of.bias, shard=rank.columns(group))
+        held = parts.ops.held
+        return cls(held(taken), convolution, row_parallel(held(o), rank), part_of_state(of, rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,7 @@ class GatedDelta:
     rate_bias: Tensor  # float32 [value_heads], added to a
     norm: Tensor  # [value_dim]: of each head's result
     o: Linear
+    part: StatePart | None = None
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens, before `o`: [num_tokens, value_heads * value_dim]."""
@@ -124,7 +142,8 @@ class GatedDelta:
             rate_bias=self.rate_bias,
             gating=Gating(norm=self.norm, part=of.value_dim, eps=of.eps, rounds=True),
         )
-        return Recurrence(weight=self.convolution.weight, inputs_at=0, gates_at=of.channels, heads=heads)
+        weight = self.convolution.weight
+        return Recurrence(weight=weight, inputs_at=0, gates_at=of.channels, heads=heads, part=self.part)
 
     def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
         of, dtype = self.of, taken.dtype
@@ -148,8 +167,7 @@ class GatedDelta:
         keys = of.key_heads * of.key_dim
         q, k, v = functional.silu(convolved).split((keys, keys, of.value_heads * of.value_dim), -1)
         q, k = (_unit(each.reshape(*shape, of.key_heads, of.key_dim)) for each in (q, k))
-        shared = of.value_heads // of.key_heads
-        q, k = (each.repeat_interleave(shared, 2) for each in (q * of.key_dim**-0.5, k))
+        q, k = (each.repeat_interleave(of.shared, 2) for each in (q * of.key_dim**-0.5, k))
         parts = (q, k, v.reshape(*shape, of.value_heads, of.value_dim), beta[..., None], decay[..., None])
         tokens = DeltaTokens(*(each.transpose(1, 2) for each in parts))
         made, memory = delta_rule(tokens, memory.view(len(memory), of.value_heads, of.key_dim, -1))
@@ -157,21 +175,35 @@ class GatedDelta:
 
     @classmethod
     def build(cls, of: design.GatedDelta, parts: Parts) -> Self:
-        prefix, tensors, hidden = f"{parts.prefix}linear_attn.", parts.tensors, parts.config.hidden_size
-        width, heads = of.value_heads * of.value_dim, (of.value_heads,)
+        prefix, tensors, rank = f"{parts.prefix}linear_attn.", parts.tensors, parts.rank
+        heads, by_head = (of.value_heads,), rank.rows(of.shared)
         taken = _by_key_head(of, parts, prefix) if of.by_key_head else _apart(of, parts, prefix)
+        width = of.shared * of.value_dim
+        shape = parts.config.hidden_size, of.key_heads * width
+        o = parts.ops.held(tensors.take_matrix(f"{prefix}out_proj", *shape, shard=rank.columns(width)))
         return cls(
-            of=of,
+            of=of.of_rank(rank),
             taken=parts.ops.held(taken),
-            convolution=Convolution.build(f"{prefix}conv1d", of.kernel, of.channels, parts, bias=False),
-            rate=-tensors.take(f"{prefix}A_log", heads, exact=True).exp(),
-            rate_bias=tensors.take(f"{prefix}dt_bias", heads, exact=True),
+            convolution=Convolution.build(f"{prefix}conv1d", of, parts, bias=False),
+            rate=-tensors.take(f"{prefix}A_log", heads, by_head, exact=True).exp(),
+            rate_bias=tensors.take(f"{prefix}dt_bias", heads, by_head, exact=True),
             norm=tensors.take(f"{prefix}norm.weight", (of.value_dim,)),
-            o=parts.ops.held(tensors.take_matrix(f"{prefix}out_proj", hidden, width)),
+            o=row_parallel(o, rank),
+            part=part_of_state(of, rank, of.keys_of(rank).start * of.shared),
         )
 
 
 Recurrent = ShortConv | GatedDelta
+Convolved = design.Recurrent | design.StateSpace
+
+
+def part_of_state(of: Convolved, rank: Rank, heads_before: int = 0) -> StatePart | None:
+    """Return what a rank has of a layer's state; None: all of it."""
+    return None if rank.size == 1 else StatePart(of.channels, of.runs(rank), heads_before)
+
+
+def indices(*runs: slice) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def build_recurrent(of: design.Recurrent, parts: Parts) -> Recurrent:
@@ -243,20 +275,24 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _apart(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
-    """Return the four matrices of a file side by side."""
-    widths = {"qkv": of.channels, "z": of.value_heads * of.value_dim, "b": of.value_heads, "a": of.value_heads}
-    take, hidden = parts.tensors.take_matrix, parts.config.hidden_size
-    return joined(*(take(f"{prefix}in_proj_{name}", width, hidden) for name, width in widths.items()))
+    """Return the rank's rows of four matrices of a file side by side."""
+    take, hidden, rank = parts.tensors.take_matrix, parts.config.hidden_size, parts.rank
+    qkv = take(f"{prefix}in_proj_qkv", of.channels, hidden)
+    others = [
+        take(f"{prefix}in_proj_{name}", of.value_heads * dim, hidden, shard=rank.rows(of.shared * dim))
+        for name, dim in (("z", of.value_dim), ("b", 1), ("a", 1))
+    ]
+    return joined(qkv if rank.size == 1 else rows_of(qkv, indices(*of.runs(rank))), *others)
 
 
 def _by_key_head(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
     """Return two matrices of a file side by side, whose rows come by key head there: q, k, v and z; b and a."""
-    shared = of.value_heads // of.key_heads
-    values = shared * of.value_dim
+    values, own = of.shared * of.value_dim, of.of_rank(parts.rank)
     take, hidden = parts.tensors.take_matrix, parts.config.hidden_size
     matrices = []
-    for name, widths in (("qkvz", (of.key_dim, of.key_dim, values, values)), ("ba", (shared, shared))):
-        matrix = take(f"{prefix}in_proj_{name}", of.key_heads * sum(widths), hidden)
-        rows = torch.arange(of.key_heads * sum(widths)).view(of.key_heads, -1).split(widths, 1)
+    for name, widths in (("qkvz", (of.key_dim, of.key_dim, values, values)), ("ba", (of.shared, of.shared))):
+        unit = sum(widths)
+        matrix = take(f"{prefix}in_proj_{name}", of.key_heads * unit, hidden, shard=parts.rank.rows(unit))
+        rows = torch.arange(own.key_heads * unit).view(own.key_heads, -1).split(widths, 1)
         matrices.append(rows_of(matrix, torch.cat([each.flatten() for each in rows])))
     return joined(*matrices)

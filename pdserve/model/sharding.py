@@ -8,6 +8,7 @@ from dataclasses import replace
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Experts
+from pdserve.model.state_design import GatedDelta, Recurrent, ShortConv, StateSpace
 from pdserve.model.weights import Rank
 from pdserve.settings.degrees import Degrees
 
@@ -30,14 +31,32 @@ def check_divides(config: ModelConfig, degrees: Degrees) -> None:
         raise ConfigError(f"pipeline_parallel_size: {num_stages}: layers with a state are not tried in stages yet")
     if size == 1:
         return
-    if config.has_states:
-        raise _refusal(size, "layers with a state are not divided between ranks yet")
+    for recurrent in dict.fromkeys(config.design.recurrent):
+        _check_recurrent(recurrent, size)
     mlps = [layer.mlp for layer in config.design.layers]
     if any(isinstance(mlp, Experts) and mlp.expert.inner_size % 2 for mlp in mlps):
         raise _refusal(size, "an odd number of features of each expert is not divided between ranks yet")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > kv_heads and (size % kv_heads or heads % size):
         raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")
+
+
+def _check_recurrent(of: Recurrent | StateSpace | None, size: int) -> None:
+    """Raise ConfigError unless each of so many ranks has a part of a layer that keeps a state."""
+    match of:
+        case StateSpace(heads=heads, groups=groups):
+            if size > groups and (size % groups or heads % size):
+                raise _refusal(size, f"{heads} heads of states in {groups} groups cannot be divided like this")
+            if of.eps is not None and size > groups:
+                raise _refusal(size, f"a norm of each of {groups} groups of states is not divided between ranks yet")
+            if of.eps is not None and groups % size:
+                raise _refusal(size, f"{groups} groups of states with a norm are not divided evenly")
+        case GatedDelta(key_heads=count) if count < size:
+            raise _refusal(size, f"{count} heads of keys of a delta net cannot be divided like this")
+        case ShortConv(channels=count) if count < size:
+            raise _refusal(size, f"{count} channels of a convolution cannot be divided like this")
+        case _:
+            return
 
 
 def _refusal(size: int, reason: str) -> ConfigError:

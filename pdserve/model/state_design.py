@@ -4,9 +4,15 @@
 counts those by which a token changes the memory: keys, and of each head what it learns and how much is left.
 `products` counts those of a token with each other one that is computed at once, and `keys` the features of each factor.
 `token_values` counts what a token needs while its layer is computed: values of the model's type, and of float32.
+
+`of_rank` is what one of several ranks computes, and `runs` are the convolved features of that: of whole heads, and of
+the keys that they share. A state lies in pages as one rank has it, so hand-offs do not depend on the number of ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
+
+from pdserve.model.weights import ROWS, Rank, Shard
 
 MOST_KEYS = 2048  # features of a head's keys: compiled kernels keep some of their memory on a thread's stack
 
@@ -18,6 +24,10 @@ class ShortConv:
     channels: int
     kernel: int  # tokens
     bias: bool = False
+    group: int = 1  # channels that ranks do not part, as they share a scale
+
+    def runs(self, rank: Rank) -> tuple[slice, ...]:
+        return (_span(rank, "channels", self.channels, self.group),)
 
     @property
     def state_parts(self) -> tuple[int, ...]:
@@ -51,6 +61,25 @@ class GatedDelta:
     kernel: int  # tokens
     eps: float  # of the norm of each head's result
     by_key_head: bool  # the file has two matrices in the place of four, whose rows come by key head
+
+    @property
+    def shared(self) -> int:
+        """Return how many heads have the same keys."""
+        return self.value_heads // self.key_heads
+
+    def of_rank(self, rank: Rank) -> Self:
+        heads = self.keys_of(rank)
+        count = heads.stop - heads.start
+        return replace(self, key_heads=count, value_heads=count * self.shared)
+
+    def keys_of(self, rank: Rank) -> slice:
+        """Return which heads of keys are a rank's."""
+        return _span(rank, "heads of keys", self.key_heads)
+
+    def runs(self, rank: Rank) -> tuple[slice, ...]:
+        heads, keys = self.keys_of(rank), self.key_heads * self.key_dim
+        q, v = _scaled(heads, self.key_dim), _scaled(heads, self.shared * self.value_dim)
+        return q, moved(q, keys), moved(v, 2 * keys)
 
     @property
     def channels(self) -> int:
@@ -98,6 +127,18 @@ class StateSpace:
     def inner_size(self) -> int:
         return self.heads * self.head_dim
 
+    def of_rank(self, rank: Rank) -> Self:
+        heads, groups = self.heads_of(rank), rank.kv_heads(self.groups)
+        return replace(self, heads=heads.stop - heads.start, groups=groups.stop - groups.start)
+
+    def heads_of(self, rank: Rank) -> slice:
+        """Return which heads are a rank's; where there are fewer groups than ranks, several have the same one."""
+        return rank.query_heads(self.heads, self.groups)
+
+    def runs(self, rank: Rank) -> tuple[slice, ...]:
+        x, b = _scaled(self.heads_of(rank), self.head_dim), _scaled(rank.kv_heads(self.groups), self.state_dim)
+        return x, moved(b, self.inner_size), moved(b, self.inner_size + self.groups * self.state_dim)
+
     @property
     def channels(self) -> int:
         """Return how many features are convolved."""
@@ -126,3 +167,15 @@ class StateSpace:
 
 
 Recurrent = ShortConv | GatedDelta  # which have no attention
+
+
+def _span(rank: Rank, name: str, length: int, unit: int = 1) -> slice:
+    return Shard(ROWS, rank.index, rank.size, unit).span(name, length)
+
+
+def _scaled(span: slice, factor: int) -> slice:
+    return slice(span.start * factor, span.stop * factor)
+
+
+def moved(span: slice, by: int) -> slice:
+    return slice(span.start + by, span.stop + by)

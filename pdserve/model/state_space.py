@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
+from pdserve.kernels.cpu.states import Gating, Heads, Recurrence, StatePart
 from pdserve.model import state_design as design
 from pdserve.model.attention import Advance, Attention
 from pdserve.model.elementwise import times
-from pdserve.model.ops import Linear, Matrix, Ops
+from pdserve.model.ops import Linear, Matrix, Ops, rows_of
 from pdserve.model.parts import Parts
-from pdserve.model.recurrent import BLOCK, Convolution, recalled
+from pdserve.model.recurrent import BLOCK, Convolution, indices, part_of_state, recalled
+from pdserve.model.weights import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class StateSpace:
     direct: Tensor  # float32 [heads]: how much of x goes straight into the output
     norm: Tensor | None  # [inner_size]
     output_scale: float
+    part: StatePart | None = None
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens: [num_tokens, inner_size]."""
@@ -58,7 +60,12 @@ class StateSpace:
         )
         convolution = self.convolution
         return Recurrence(
-            weight=convolution.weight, bias=convolution.bias, inputs_at=of.inner_size, gates_at=0, heads=heads
+            weight=convolution.weight,
+            bias=convolution.bias,
+            inputs_at=of.inner_size,
+            gates_at=0,
+            heads=heads,
+            part=self.part,
         )
 
     def in_torch(self, taken: Tensor, recur: Callable[[Tensor, Advance], Tensor]) -> Tensor:
@@ -104,22 +111,33 @@ class StateSpace:
     def build(cls, of: design.StateSpace, parts: Parts, output_scale: float) -> tuple[Self, Matrix]:
         """Return it, and the matrix that makes outputs of what it makes."""
         prefix, tensors, hidden = f"{parts.prefix}mamba.", parts.tensors, parts.config.hidden_size
+        rank, own = parts.rank, of.of_rank(parts.rank)
+        unit = rank.query_unit(of.heads, of.groups)
         taken = tensors.take_matrix(f"{prefix}in_proj", of.inner_size + of.channels + of.heads, hidden)
-        widths = (of.inner_size, of.inner_size, of.groups * of.state_dim, of.groups * of.state_dim, of.heads)
+        widths = (own.inner_size, own.inner_size, *(own.groups * own.state_dim,) * 2, own.heads)
         scales = None
         if any(scale != 1.0 for scale in of.scales):
             parts_of = [torch.full((width,), scale) for width, scale in zip(widths, of.scales, strict=True)]
             scales = torch.cat(parts_of).to(device=tensors.device, dtype=tensors.dtype)
-        heads = (of.heads,)
+        heads, by_head, by_feature = (of.heads,), rank.rows(unit), rank.rows(unit * of.head_dim)
         found = cls(
-            of=of,
-            taken=parts.ops.held(taken),
+            of=own,
+            taken=parts.ops.held(taken if rank.size == 1 else rows_of(taken, _taken_by(of, rank))),
             scales=scales,
-            convolution=Convolution.build(f"{prefix}conv1d", of.kernel, of.channels, parts, bias=of.conv_bias),
-            rate=-tensors.take(f"{prefix}A_log", heads, exact=True).exp(),
-            step_bias=tensors.take(f"{prefix}dt_bias", heads, exact=True),
-            direct=tensors.take(f"{prefix}D", heads, exact=True),
-            norm=None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,)),
+            convolution=Convolution.build(f"{prefix}conv1d", of, parts, bias=of.conv_bias),
+            rate=-tensors.take(f"{prefix}A_log", heads, by_head, exact=True).exp(),
+            step_bias=tensors.take(f"{prefix}dt_bias", heads, by_head, exact=True),
+            direct=tensors.take(f"{prefix}D", heads, by_head, exact=True),
+            norm=None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,), by_feature),
             output_scale=output_scale,
+            part=part_of_state(of, rank, of.heads_of(rank).start),
         )
-        return found, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size)
+        columns = rank.columns(unit * of.head_dim)
+        return found, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size, shard=columns)
+
+
+def _taken_by(of: design.StateSpace, rank: Rank) -> Tensor:
+    """Return which outputs of the first product a rank takes: its part of the gate, of x, B and C, and of the steps."""
+    x, b, c = of.runs(rank)
+    convolved = (design.moved(run, of.inner_size) for run in (x, b, c))
+    return indices(x, *convolved, design.moved(of.heads_of(rank), of.inner_size + of.channels))

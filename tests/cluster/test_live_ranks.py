@@ -15,15 +15,21 @@ from transformers import PreTrainedModel
 
 MANY = 600  # tokens, of an answer that goes on while a rank is ended
 LENGTHS = (1, 16, 40, 130, 300)
-BY = ("tp", "pp")
+BY = (("llama3", "tp"), ("llama3", "pp"), ("qwen3.5", "tp"), ("lfm2", "tp"), ("falcon-h1", "tp"))  # and a family
 FLOAT32 = ("--dtype", "float32", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "500")
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
+@pytest.fixture(scope="module", params=BY, ids=", ".join)
+def shape(request: pytest.FixtureRequest) -> tuple[str, str]:
+    shape: tuple[str, str] = request.param
+    return shape
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model"))
+def model(shape: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(shape[0], tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +37,10 @@ def oracle(model: Path) -> PreTrainedModel:
     return load_oracle(model)
 
 
-@pytest.fixture(scope="module", params=BY)
-def cluster(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[LiveCluster]:
+@pytest.fixture(scope="module")
+def cluster(shape: tuple[str, str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("ranks")
-    sizes = (f"--prefill-{request.param}", "2", f"--decode-{request.param}", "2")
+    sizes = (f"--prefill-{shape[1]}", "2", f"--decode-{shape[1]}", "2")
     with live_cluster(folder, model, "--decode", "2", *sizes, *FLOAT32) as running:
         yield running
 
@@ -128,22 +132,26 @@ def test_a_rank_ends_with_its_worker(cluster: LiveCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("family", "sizes"),
     [
-        ("--prefill-tp", "1", "--decode-tp", "2"),
-        ("--prefill-tp", "2", "--decode-tp", "1"),
-        ("--prefill-tp", "4", "--decode-tp", "2"),
-        ("--prefill-pp", "1", "--decode-pp", "2"),
-        ("--prefill-pp", "2", "--decode-pp", "1"),
-        ("--prefill-pp", "3", "--decode-pp", "2"),
-        ("--prefill-pp", "2", "--decode-tp", "2"),
+        ("llama3", ("--prefill-tp", "1", "--decode-tp", "2")),
+        ("llama3", ("--prefill-tp", "2", "--decode-tp", "1")),
+        ("llama3", ("--prefill-tp", "4", "--decode-tp", "2")),
+        ("llama3", ("--prefill-pp", "1", "--decode-pp", "2")),
+        ("llama3", ("--prefill-pp", "2", "--decode-pp", "1")),
+        ("llama3", ("--prefill-pp", "3", "--decode-pp", "2")),
+        ("llama3", ("--prefill-pp", "2", "--decode-tp", "2")),
+        ("qwen3.5", ("--prefill-tp", "1", "--decode-tp", "2")),
+        ("falcon-h1", ("--prefill-tp", "2", "--decode-tp", "1")),
+        ("lfm2", ("--prefill-tp", "4", "--decode-tp", "2")),
     ],
 )
 def test_pairs_of_other_degrees_answer_as_transformers_does(
-    model: Path, oracle: PreTrainedModel, sizes: tuple[str, ...], tmp_path: Path
+    family: str, sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
+    model = write_model(family, tmp_path / "model")
     with live_cluster(tmp_path, model, *sizes, *FLOAT32) as running:
-        assert_greedy(running, oracle)
+        assert_greedy(running, load_oracle(model))
 
 
 def test_a_running_answer_moves_between_a_worker_of_stages_and_one_of_a_single_rank(tmp_path: Path) -> None:

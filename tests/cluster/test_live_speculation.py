@@ -61,7 +61,7 @@ ASKED: list[Asked] = [(prompt(30 + 7 * number, seed=number % 5) * 2, sampling_of
 OTHERS = (
     *("ngram", "suffix", "suffix, two ranks", "draft_model", "mtp", "eagle3, two ranks", "mtp, two ranks"),
     *("ngram, own memory", "draft_model, own memory", "eagle3, own memory of one rank"),
-    *("ngram, states", "draft_model, states", "mtp, states"),
+    *("ngram, states", "draft_model, states", "mtp, states", "ngram, two ranks, states", "mtp, two ranks, states"),
 )
 SIZES = {
     "two ranks": ("--decode-tp", "2"),

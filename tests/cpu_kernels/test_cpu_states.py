@@ -7,13 +7,14 @@ prompt was cut, or on threads. Pages are written when states are kept, and not b
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from recurrences import KINDS, drawn, expected, layer, num_inputs
+from recurrences import KINDS, drawn, expected, halves, layer, num_inputs
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Immediate, Program
@@ -149,6 +150,27 @@ def test_of_a_chain_the_state_behind_its_last_right_guess_is_kept_and_those_of_f
     assert torch.equal(guessed.pool.nan_to_num(), whole.pool.nan_to_num()), "all pages, also those not written"
     last = [(0, before + num_final, 33)]
     assert torch.equal(guessed.step(loaded, last)[0], whole.step(loaded, last)[0])
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"delta of two widths"}))  # all of whose heads have the same keys
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks_leave_the_states_of_one_and_compute_its_results(
+    loaded: ctypes.CDLL, kind: str, dtype: torch.dtype
+) -> None:
+    of, lengths = layer(kind, dtype), (33, 12)
+    whole, shared = (Sequences(of, dtype, lengths) for _ in range(2))
+    steps = [([(0, 0, 10), (1, 0, 3)], {}), ([(0, 10, 33), (1, 3, 4)], {}), ([(1, 4, 12)], {1: 3})]
+    expected = [whole.step(loaded, cuts, final=final) for cuts, final in steps]
+    ranks = []
+    for part, taken, results in halves(of):
+        rank = copy(shared)
+        rank.of, rank.taken = part, [each[:, taken].contiguous() for each in shared.taken]
+        ranks.append((rank, results))
+    for (cuts, final), made in zip(steps, expected, strict=True):
+        for rank, results in ranks:
+            found = rank.step(loaded, cuts, final=final)
+            assert all(torch.equal(found[row], made[row][:, results]) for row in made)
+    assert torch.equal(shared.pool.nan_to_num(), whole.pool.nan_to_num()), "all pages, also those not written"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,7 +39,7 @@ THREE_PARTS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size"
 LLAMA = "llama3"
 PLAIN = {LLAMA, "qwen2-moe", "gemma3"}
 UNLIKE = {LLAMA, "cohere2", "deepseek-v3", "gemma3", "gpt-oss", "olmo2"}
-FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES})
+FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"})
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,6 +90,11 @@ def assert_right(checkpoint: Checkpoint, found: list[list[int]]) -> None:
         ("olmo2", 4, {}),
         ("qwen2", 2, {}),
         ("qwen3", 2, {}),
+        ("lfm2", 4, {}),
+        ("qwen3.5", 4, {"linear_num_key_heads": 4}),
+        ("qwen3.5", 3, {**NINE_HEADS, "linear_num_key_heads": 5, "linear_num_value_heads": 10}),  # one head, and two
+        ("falcon-h1", 2, {}),
+        ("falcon-h1", 4, {"mamba_rms_norm": False, "mamba_n_heads": 4, "mamba_d_ssm": 64}),  # two have the same group
     ],
 )
 def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
@@ -116,7 +121,7 @@ def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*STATES}))
 def test_pipeline_stages_draw_the_tokens_of_one_rank_in_each_family(
     opened: Callable[..., Checkpoint], family: str
 ) -> None:
@@ -280,11 +285,36 @@ def test_experts_of_an_odd_number_of_features_are_refused_by_name(opened: Callab
 
 
 @pytest.mark.parametrize("family", STATES)
-def test_what_no_rank_has_a_part_of_is_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: layers with a state are not divided"):
-        check_divides(opened(family).config, Degrees(2))
+def test_stages_of_layers_with_a_state_are_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
     with pytest.raises(ConfigError, match=r"^pipeline_parallel_size: 2: layers with a state are not tried"):
         check_divides(opened(family).config, Degrees(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "reason"),
+    [
+        ("qwen3.5", {}, "2 heads of keys of a delta net cannot"),
+        ("falcon-h1", {}, "6 heads of states in 2 groups cannot"),
+        ("falcon-h1", {"mamba_n_heads": 8, "mamba_d_ssm": 128}, "a norm of each of 2 groups of states is not"),
+    ],
+)
+def test_states_of_which_a_rank_has_no_part_are_refused_by_name(
+    opened: Callable[..., Checkpoint], family: str, shape: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size: 4: {reason}"):
+        check_divides(opened(family, **shape).config, Degrees(4))
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_ranks_leave_the_states_of_one_rank(opened: Callable[..., Checkpoint], family: str) -> None:
+    checkpoint = opened(family)
+    given = (checkpoint.config, checkpoint.weights(), torch.float32)
+    whole = Runner(load_model(*given), NUM_PAGES, 16)
+    with thread_ranks(Degrees(2), *given, NUM_PAGES) as ranks:
+        for runner in (whole, ranks):
+            greedy_texts(runner, PROMPTS, NUM_TOKENS, CHUNK)
+        torch.testing.assert_close(ranks.kv, whole.kv, atol=1e-4, rtol=1e-4)
+    assert whole.kv.view(NUM_PAGES, -1).any(1).sum() > 2 * len(PROMPTS)
 
 
 def test_more_stages_than_layers_are_refused_by_name(opened: Callable[..., Checkpoint]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from pdserve.kernels.cpu.states import Gating, Heads, Recurrence
+from pdserve.kernels.cpu.states import Gating, Heads, Recurrence, StatePart
 
 KINDS = ("conv", "delta", "delta of two widths", "delta of wide heads", "space", "space without norm", "norm first")
 SIZES = {  # heads, groups of them, features of keys and of values
@@ -46,6 +46,66 @@ def layer(kind: str, dtype: torch.dtype) -> Recurrence:
     )  # fmt: skip
     bias = drawn(channels) if is_space else None
     return Recurrence(weight=drawn(4, channels) / 2, bias=bias, inputs_at=values, gates_at=0, heads=heads)
+
+
+def halves(of: Recurrence) -> list[tuple[Recurrence, Tensor, slice]]:
+    """Return what each of two ranks has of a layer: its part, and which inputs and results of all are the part's."""
+    found, (channels, heads) = [], (of.weight.shape[1], of.heads)
+    for place in range(2):
+        if heads is None:
+            run = slice(0, 10) if place == 0 else slice(10, channels)
+            taken = torch.arange(3 * channels).view(3, -1)[:, run].flatten()
+            width = run.stop - run.start
+            own = replace(of, inputs_at=2 * width, gates_at=width)
+            found.append((_narrowed(own, (run,), 0), taken, run))
+            continue
+        groups = slice(place * heads.groups // 2, (place + 1) * heads.groups // 2)
+        first, last = (each * heads.count // heads.groups for each in (groups.start, groups.stop))
+        values = slice(first * heads.value_dim, last * heads.value_dim)
+        spans = {name: values if name == "v" else _scaled(groups, heads.key_dim) for name in heads.order}
+        runs = tuple(
+            [slice(heads.places[each] + run.start, heads.places[each] + run.stop) for each, run in spans.items()]
+        )
+        of_heads = [of.inputs_at + channels + n * heads.count for n in range(1 if heads.betas_at is None else 2)]
+        taken = torch.cat(
+            [
+                torch.arange(values.start, values.stop),
+                *[of.inputs_at + torch.arange(run.start, run.stop) for run in runs],
+                *[at + torch.arange(first, last) for at in of_heads],
+            ]
+        )
+        width, own_channels = values.stop - values.start, sum(run.stop - run.start for run in runs)
+        norm = heads.gating.norm
+        own = replace(
+            of,
+            inputs_at=width,
+            heads=replace(
+                heads,
+                count=last - first,
+                groups=groups.stop - groups.start,
+                rates_at=width + own_channels,
+                betas_at=None if heads.betas_at is None else width + own_channels + last - first,
+                rate=heads.rate[first:last],
+                rate_bias=heads.rate_bias[first:last],
+                direct=None if heads.direct is None else heads.direct[first:last],
+                gating=replace(
+                    heads.gating, norm=norm if norm is None or len(norm) == heads.gating.part else norm[values]
+                ),
+            ),
+        )
+        found.append((_narrowed(own, runs, first), taken, values))
+    return found
+
+
+def _scaled(span: slice, factor: int) -> slice:
+    return slice(span.start * factor, span.stop * factor)
+
+
+def _narrowed(of: Recurrence, runs: tuple[slice, ...], heads_before: int) -> Recurrence:
+    channels = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+    bias = None if of.bias is None else of.bias[channels].contiguous()
+    part = StatePart(of.weight.shape[1], runs, heads_before)
+    return replace(of, weight=of.weight[:, channels].contiguous(), bias=bias, part=part)
 
 
 def gated_by(gates: str, of: Recurrence, taken: Tensor) -> tuple[Recurrence, Tensor]:

@@ -1,14 +1,16 @@
 """Ranks as threads of this process: each has its part of a model, and all share the pages."""
 
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from pdserve.engine.batch import Ints
 from pdserve.engine.runner import RankPages, Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.layouts import describe_layout
@@ -46,17 +48,37 @@ class Apart:
 class ThreadRanks:
     """A runner whose steps all ranks compute."""
 
-    def __init__(self, threads: ThreadPoolExecutor, models: list[Model], runners: list[Runner]) -> None:
-        self.models, self.runners = models, runners
-        self.kv, self.groups = runners[0].kv, runners[0].groups
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        models: list[Model],
+        new_runner: Callable[[Model, RankPages], Runner],
+        pages: RankPages,
+    ) -> None:
+        first, *others = models
+        self.models = models
+        self.runners = [
+            new_runner(first, replace(pages, keep=self._keep)),
+            *(new_runner(each, pages) for each in others),
+        ]
+        self.kv, self.groups = self.runners[0].kv, self.runners[0].groups
         self._threads = threads
+        self._follow: list[Future[None]] = []
 
     def run(self, plan: StepPlan) -> StepResult:
-        follow = [self._threads.submit(runner.follow, plan) for runner in self.runners[1:]]
+        self._follow = [self._threads.submit(runner.follow, plan) for runner in self.runners[1:]]
         result = self.runners[0].run(plan)
-        for each in follow:
-            each.result()
+        self._wait()
         return result
+
+    def _wait(self) -> None:
+        for each in self._follow:
+            each.result()
+
+    def _keep(self, num_kept: Ints | None) -> None:
+        self._wait()
+        for runner in self.runners[1:]:
+            runner.commit(num_kept)
 
 
 @contextmanager
@@ -83,8 +105,10 @@ def thread_ranks(
     try:
         with ThreadPoolExecutor(len(ranks)) as threads:
             models = list(threads.map(load, ranks))
-            pages = RankPages(memory)
-            runners = [Runner(model, num_pages, PAGE_SIZE, pages=pages, code=code) for model in models]
-            yield ThreadRanks(threads, models, runners)
+
+            def new_runner(model: Model, pages: RankPages) -> Runner:
+                return Runner(model, num_pages, PAGE_SIZE, pages=pages, code=code)
+
+            yield ThreadRanks(threads, models, new_runner, RankPages(memory))
     finally:
         sys.setswitchinterval(before)

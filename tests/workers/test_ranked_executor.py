@@ -16,7 +16,8 @@ from looking import until
 from model_zoo import write_model
 from rank_pages import pages_of, ranks, whole_page
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, float32, from_numpy
+from torch.testing import assert_close
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.ids import PageId
@@ -169,6 +170,44 @@ def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path, by: str) -
         alone = executor.start(StepPlan(plan.chunks[:1])).result(60)
     assert list(result.failed) == [1]
     assert tokens_of(result)[0] == tokens_of(alone)[0]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", *(pytest.param(each, marks=pytest.mark.long) for each in ("lfm2", "falcon-h1"))]
+)
+@pytest.mark.parametrize("has_library", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_two_ranks_keep_the_states_of_one_also_behind_a_step_that_fails_and_behind_wrong_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, has_library: bool
+) -> None:
+    if not has_library:
+        lose_library(monkeypatch)
+    model = write_model(family, tmp_path / "model")
+    wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
+    found: list[tuple[list[int], list[int], Tensor]] = []
+    for size in (1, 2):
+        with executor_of(config_of(tmp_path, size, model=str(model), load_format="auto")) as executor:
+
+            def after(
+                executor: Executor, tokens: tuple[int, ...], start: int, num_drafts: int = 0, *, fails: bool = False
+            ) -> list[int]:
+                phase = Phase.DECODE if start else Phase.PROMPT
+                pages = {"pages": (PageId(6),), "other_pages": ((PageId(2),),)}
+                chunk = Chunk(tokens, start, samples=(spec(),), phase=phase, num_drafts=num_drafts, **pages)
+                other = Chunk((7, 8), 0, (PageId(1),), (wrong,), other_pages=((PageId(4),),))
+                result = executor.start(StepPlan((chunk, other)[: 1 + fails])).result(60)
+                assert list(result.failed) == [1] * fails
+                return [token.token_id for token in result.tokens[0][0]]
+
+            answer = after(executor, tuple(range(20, 28)), 0)
+            for place in range(8, 12):
+                answer += after(executor, (answer[-1],), place, fails=place == 10)
+            gained = after(executor, (answer[-1], (answer[-2] + 1) % 512, 7), 12, num_drafts=2)
+            kept = after(executor, (gained[-1],), 12 + len(gained))
+            pages = from_numpy(executor.region.view.copy()).view(float32)
+            found.append((answer, gained + kept, pages))
+    assert found[0][:2] == found[1][:2]
+    assert_close(found[1][2], found[0][2], atol=1e-4, rtol=1e-4)
+    assert found[0][2][[2, 6]].any(1).all()
 
 
 @pytest.mark.long

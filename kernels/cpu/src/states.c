@@ -32,36 +32,42 @@ INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 /* What a row brings to a convolution. */
-INLINE floats input_of(const struct recurrence *of, const char *row, int64_t i, int type) {
-    floats x = load_up_to(row + of->inputs_at * size_of(type), i, of->channels - i, type);
-    return of->heads ? x : rounded_to(load_up_to(row + of->before_at * size_of(type), i, of->channels - i, type) * x, type);
+INLINE floats input_of(const struct recurrence *of, const char *row, int64_t i, int64_t count, int type) {
+    floats x = load_up_to(row + of->inputs_at * size_of(type), i, count, type);
+    return of->heads ? x : rounded_to(load_up_to(row + of->before_at * size_of(type), i, count, type) * x, type);
 }
 
-/* Sums up one token's inputs and those before it; the last inputs go to scratch where a piece ends. */
-INLINE void convolve(float *sums, const struct call *call, int64_t token, int type) {
+/* Sums up one token's inputs and those before it, in some channels; the last inputs go to scratch where a piece ends. */
+INLINE void convolve_run(float *sums, const struct call *call, int64_t token, struct run run, int type) {
     const struct states *states = call->states;
     const struct recurrence *of = call->recurrence;
     const int64_t chunk = states->chunks[token], channels = of->channels, kernel = of->kernel;
     const int64_t piece = states->ended[token], page = states->before[chunk];
-    const float *kept = page < 0 ? NULL : page_of(states, page) + of->kept_at;
+    const float *kept = page < 0 ? NULL : page_of(states, page) + of->kept_at + run.offset;
     const int64_t row_bytes = call->x_stride * size_of(type);
     const char *row = (const char *)call->x + token * row_bytes;
     float *keeps = piece < 0 ? NULL : (float *)call->scratch + piece * (kernel - 1) * channels;
-    for (int64_t i = 0; i < channels; i += LANES) {
-        floats sum = of->bias ? load_up_to(of->bias, i, channels - i, FLOAT32) : splat(0.0f);
+    for (int64_t i = run.begin; i < run.end; i += LANES) {
+        const int64_t count = run.end - i;
+        floats sum = of->bias ? load_up_to(of->bias, i, count, FLOAT32) : splat(0.0f);
         for (int64_t place = 0; place < kernel; place++) {
             const int64_t before = kernel - 1 - place, missing = before - (token - states->starts[chunk]);
             floats x = splat(0.0f);
             if (missing <= 0)
-                x = input_of(of, row - before * row_bytes, i, type);
+                x = input_of(of, row - before * row_bytes, i, count, type);
             else if (kept)
-                x = load_up_to(kept + (kernel - 1 - missing) * channels, i, channels - i, FLOAT32);
-            sum += x * load_up_to(of->weight + place * channels, i, channels - i, FLOAT32);
+                x = load_up_to(kept + (kernel - 1 - missing) * of->kept_width, i, count, FLOAT32);
+            sum += x * load_up_to(of->weight + place * channels, i, count, FLOAT32);
             if (keeps && place)
-                store_up_to(keeps + (place - 1) * channels, i, channels - i, x, FLOAT32);
+                store_up_to(keeps + (place - 1) * channels, i, count, x, FLOAT32);
         }
-        store_up_to(sums, i, channels - i, sum, FLOAT32);
+        store_up_to(sums, i, count, sum, FLOAT32);
     }
+}
+
+INLINE void convolve(float *sums, const struct call *call, int64_t token, int type) {
+    for (int64_t i = 0; i < call->recurrence->num_runs; i++)
+        convolve_run(sums, call, token, call->recurrence->runs[i], type);
 }
 
 /* Gives a vector another length. */
@@ -330,6 +336,16 @@ INLINE void keep_short(const struct call *call, int64_t chunk, int64_t head) {
         replay(from, &tokens, dim, width);
 }
 
+/* Writes the last inputs of a piece, of this rank's channels. */
+INLINE void keep_inputs(float *kept, const float *inputs, const struct recurrence *of) {
+    for (int64_t place = 0; place < of->kernel - 1; place++)
+        for (int64_t i = 0; i < of->num_runs; i++) {
+            const struct run run = of->runs[i];
+            memcpy(kept + place * of->kept_width + run.offset + run.begin, inputs + place * of->channels + run.begin,
+                   (run.end - run.begin) * sizeof *kept);
+        }
+}
+
 /* Puts states into their pages. x: what is convolved, with what is learnt in the place of v. residual: float32 [pieces,
  * kernel - 1, channels]. scratch: as in `pdserve_recurring`. A unit is the last inputs of a piece, or one head of a short
  * chunk, or one head behind another piece. */
@@ -351,7 +367,7 @@ void pdserve_keeping(const struct call *call, int64_t rows, int64_t begin, int64
             continue;
         float *to = page_of(states, states->pages[piece]);
         if (of_head < 0)
-            memcpy(to + of->kept_at, (const float *)call->residual + piece * inputs, inputs * sizeof *to);
+            keep_inputs(to + of->kept_at, (const float *)call->residual + piece * inputs, of);
         else
             memcpy(to + of->memory_at + of_head % of->heads * memory, (const float *)call->scratch + of_head * memory,
                    memory * sizeof *to);

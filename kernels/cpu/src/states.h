@@ -22,12 +22,18 @@ struct states {
     int64_t short_pieces; /* of these chunks */
 };
 
+/* Channels that follow one another in a row of kept inputs, too: number i lies there at `offset + i`. */
+#define MOST_RUNS 3
+struct run {
+    int64_t begin, end, offset;
+};
+
 /* One layer. What it takes in is a row of `inputs_at` and so on; what it convolves, a row of floats: `channels`, then
  * of each head what is left of its memory, then how much it learns. kernels/cpu/states.py has the same fields. */
 struct recurrence {
     const float *weight; /* [kernel, channels]; the last is that of the token itself */
     const float *bias;   /* [channels], or NULL */
-    int64_t channels, kernel, kept_at; /* kept_at: of the last inputs in a state, [kernel - 1, channels] */
+    int64_t channels, kernel, kept_at; /* kept_at: of the last inputs in a state, [kernel - 1, kept_width] */
     int64_t inputs_at, gates_at;
     int64_t before_at;                 /* where there are no heads: what inputs are multiplied with */
     int64_t heads, groups, key_dim, value_dim, memory_at; /* memory_at: of [heads, key_dim, value_dim] in a state */
@@ -40,6 +46,8 @@ struct recurrence {
     int64_t norm_width, norm_part;     /* norm_part: features that are normalized together */
     int64_t gates_first, rounds;       /* rounds: what is normalized, and its product with weights, as x is */
     double eps, scale;                 /* scale: of results, once they are rounded */
+    int64_t kept_width, num_runs;      /* kept_width: channels of a row of kept inputs, which all ranks share */
+    struct run runs[MOST_RUNS];        /* of the channels */
 };
 
 #endif
