@@ -19,7 +19,6 @@ from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 from pdserve.kernels.state_pieces import Bools, Pieces
 
 MAX_KEY_DIM = 2048  # of which 128 columns lie on a thread's stack
-MOST_RUNS = 3  # of channels: src/states.h
 MOST_SHORT = 16  # tokens of a short chunk: src/states.h
 
 
@@ -41,6 +40,7 @@ class _Run(ctypes.Structure):
 class _Recurrence(ctypes.Structure):
     """`struct recurrence` of src/states.h."""
 
+    held: object  # what it points to and nobody else has
     _fields_ = (
         *((name, Pointer) for name in ("weight", "bias")),
         *((name, Size) for name in ("channels", "kernel", "kept_at", "inputs_at", "gates_at", "before_at")),
@@ -50,7 +50,7 @@ class _Recurrence(ctypes.Structure):
         *((name, Size) for name in ("norm_width", "norm_part", "gates_first", "rounds")),
         *((name, ctypes.c_double) for name in ("eps", "scale")),
         *((name, Size) for name in ("kept_width", "num_runs")),
-        ("runs", _Run * MOST_RUNS),
+        ("runs", Pointer),
     )
 
 
@@ -296,11 +296,12 @@ def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
 
 
 def _set_runs(layer: _Recurrence, part: StatePart) -> None:
-    require(len(part.runs) <= MOST_RUNS, f"part must have at most {MOST_RUNS} runs, got {len(part.runs)}")
     own = sum([run.stop - run.start for run in part.runs])
     require(own == layer.channels, f"part must be of {layer.channels} channels, got {own}")
-    layer.kept_width, layer.num_runs, begin = part.channels, len(part.runs), 0
+    runs, begin = (_Run * len(part.runs))(), 0
     for place, run in enumerate(part.runs):
         end = begin + run.stop - run.start
-        layer.runs[place] = _Run(begin, end, run.start - begin)
+        runs[place] = _Run(begin, end, run.start - begin)
         begin = end
+    layer.kept_width, layer.num_runs, layer.runs = part.channels, len(runs), ctypes.addressof(runs)
+    layer.held = runs  # as long as the layer is

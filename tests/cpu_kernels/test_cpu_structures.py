@@ -46,6 +46,7 @@ KINDS = {
         (Mixture, "calls.h", "mixture"),
         (attention._Step, "attention.h", "step"),
         (states._States, "states.h", "states"),
+        (states._Run, "states.h", "run"),
         (states._Recurrence, "states.h", "recurrence"),
         (RankMemory, "ranks.c", "ranks"),
     ],

@@ -23,7 +23,6 @@ struct states {
 };
 
 /* Channels that follow one another in a row of kept inputs, too: number i lies there at `offset + i`. */
-#define MOST_RUNS 3
 struct run {
     int64_t begin, end, offset;
 };
@@ -47,7 +46,7 @@ struct recurrence {
     int64_t gates_first, rounds;       /* rounds: what is normalized, and its product with weights, as x is */
     double eps, scale;                 /* scale: of results, once they are rounded */
     int64_t kept_width, num_runs;      /* kept_width: channels of a row of kept inputs, which all ranks share */
-    struct run runs[MOST_RUNS];        /* of the channels */
+    const struct run *runs;            /* of the channels, all of them in order */
 };
 
 #endif
