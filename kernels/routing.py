@@ -15,4 +15,5 @@ class Routing:
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from
     normalized: bool = True  # weights are divided by their sum
     scale: float = 1.0  # of weights
+    added: float = 0.0  # to the sum that weights are divided by
     group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen

@@ -56,6 +56,7 @@ class Mixture(ctypes.Structure):
         *((name, Size) for name in ("num_experts", "num_chosen", "by_sigmoid", "normalized")),
         *((name, Size) for name in ("num_groups", "num_kept_groups", "group_best", "expert_bytes")),
         *((name, Pointer) for name in ("shared", "shared_gates", "counts")),
+        ("added", ctypes.c_double),
     )
 
 

@@ -180,7 +180,7 @@ class _Step:
         mixture = Mixture(
             chosen=chosen.data_ptr(), num_experts=count, num_chosen=rule.num_chosen, by_sigmoid=rule.by_sigmoid,
             normalized=rule.normalized, num_groups=rule.groups[0], num_kept_groups=rule.groups[1],
-            group_best=rule.group_best, counts=experts.counts.data_ptr(),
+            group_best=rule.group_best, counts=experts.counts.data_ptr(), added=rule.added,
         )  # fmt: skip
         routing = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=rule.scale, mixture=mixture)
         routing.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()

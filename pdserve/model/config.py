@@ -10,9 +10,9 @@ from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
 from pdserve.model.families.cohere2 import COHERE2
 from pdserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
-from pdserve.model.families.ernie import ERNIE
+from pdserve.model.families.ernie import ERNIE, ERNIE_MOE
 from pdserve.model.families.exaone4 import EXAONE4
-from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from pdserve.model.families.falcon_h1 import FALCON_H1
 from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
@@ -20,7 +20,7 @@ from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.gpt_oss import GPT_OSS
 from pdserve.model.families.granite import GRANITE, GRANITE_MOE
 from pdserve.model.families.hunyuan import HUNYUAN
-from pdserve.model.families.lfm2 import LFM2
+from pdserve.model.families.lfm2 import LFM2, LFM2_MOE
 from pdserve.model.families.llama4 import LLAMA_4
 from pdserve.model.families.nemotron import NEMOTRON
 from pdserve.model.families.olmo2 import OLMO2, OLMO3
@@ -55,6 +55,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Ernie4_5ForCausalLM": ERNIE,
+    "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
     "Exaone4ForCausalLM": EXAONE4,
     "FalconH1ForCausalLM": FALCON_H1,
     "GemmaForCausalLM": GEMMA,
@@ -68,7 +69,9 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "NemotronForCausalLM": NEMOTRON,
+    "OlmoeForCausalLM": OLMOE,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,

@@ -171,6 +171,7 @@ class Experts:
     router: str = "gate"
     router_bias: bool = False  # added to logits
     stacked: Stacked | None = None  # else each has tensors of its own
+    bias_in_row: bool = False  # the bias of choices is a matrix of one row
     weighs_inputs: bool = False  # weights multiply what an expert takes, not what it makes
 
     @property

@@ -204,7 +204,7 @@ class Experts:
             tensors.take(f"{prefix}{of.router}.weight", shape),
             tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,
         )
-        bias = tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None
+        bias = _bias_of_choices(f"{prefix}{routing.bias}", of, tensors) if routing.bias else None
         made = (GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts))
         if ops.stacks_experts:
             try:
@@ -283,6 +283,11 @@ def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> 
             yield mlp.gate_up, mlp.down
 
     return TiledExperts.of(router, CompiledActivation[activation.name], pairs())
+
+
+def _bias_of_choices(name: str, of: design.Experts, tensors: TensorSource) -> Tensor:
+    shape = (1, of.num_experts) if of.bias_in_row else (of.num_experts,)
+    return tensors.take(name, shape, exact=True).flatten()
 
 
 def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Iterable[GatedMlp]) -> ExpertStack:

@@ -30,7 +30,7 @@ def routed(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
     chosen = _first_of(ranks, routing.num_chosen)
     weights = scores.gather(1, chosen)
     if routing.normalized:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.added).clamp(min=1e-20)
     return weights * routing.scale, chosen
 
 

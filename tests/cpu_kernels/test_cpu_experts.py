@@ -32,6 +32,7 @@ RULES = [
     Routing(3, normalized=False, scale=2.5),
     Routing(1, by_sigmoid=True, normalized=False),
     Routing(2, by_sigmoid=True, bias="bias", groups=(2, 1), scale=1.5),
+    Routing(3, by_sigmoid=True, added=0.25),
     Routing(4, by_sigmoid=True, bias="bias", groups=(4, 2)),
     Routing(2, bias="bias", groups=(4, 3)),
 ]

@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, object]] = {  # whose pages have few tokens
     "qwen3.5-moe": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
     "lfm2": {},
+    "lfm2-moe": {},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 

@@ -176,6 +176,12 @@ def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, object], na
         ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({"architectures": ["Glm4MoeForCausalLM"], "n_group": 7}, "n_group"),
         ({"architectures": ["Glm4MoeForCausalLM"], "n_group": 2, "topk_group": 3}, "n_group"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv"),
+        ({"architectures": ["OlmoeForCausalLM"], "num_experts": 4}, "num_experts_per_tok"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_gate": "top2"}, "moe_gate"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_use_aux_free": False}, "moe_use_aux_free"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.1}, "moe_norm_min"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_k": 65}, "moe_k"),
         ({"architectures": ["MiniMaxM2ForCausalLM"], "scoring_func": "softmax"}, "scoring_func"),
         ({"architectures": ["Cohere2ForCausalLM"], "rms_norm_eps": None, "use_qk_norm": True}, "use_qk_norm"),
         ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0.0}, "attn_logit_softcapping"),
@@ -234,6 +240,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
 OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
     "Cohere2ForCausalLM": {"rms_norm_eps": None},
     "Lfm2ForCausalLM": {"rms_norm_eps": None},
+    "Lfm2MoeForCausalLM": {"rms_norm_eps": None},
     "NemotronForCausalLM": {"rms_norm_eps": None},
     "PhiForCausalLM": {"rms_norm_eps": None},
     "Qwen3NextForCausalLM": {"full_attention_interval": 2},
@@ -472,6 +479,80 @@ def test_another_llama_4_is_refused(changes: dict[str, object], named: str) -> N
     assert isinstance(text, dict)
     with pytest.raises(ConfigError, match=named):
         ModelConfig.from_hf(LLAMA_4 | {"text_config": text | changes})
+
+
+ERNIE_MOE = {  # with the keys of the published ones, as far as we know
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe",
+    "moe_capacity": [64, 64, 64],
+    "moe_gate": "topk",
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "use_cache": False,
+    "use_rmsnorm": True,
+    "vocab_size": 103424,
+}
+LFM2_MOE = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 7168,
+    "layer_types": ["conv", "conv", "full_attention", *["conv", "conv", "conv", "full_attention"] * 5, "conv"],
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2_moe",
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_cache": True,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
+
+
+@pytest.mark.parametrize(("published", "num_dense"), [(ERNIE_MOE, 1), (LFM2_MOE, 2)])
+def test_mixtures_are_read_as_they_are_published(published: dict[str, object], num_dense: int) -> None:
+    config = ModelConfig.from_hf(published)
+    first, *others = config.design.layers
+    assert (config.head_dim, first.mlp.inner_size) == (128 if num_dense == 1 else 64, published["intermediate_size"])
+    assert [isinstance(layer.mlp, Experts) for layer in (first, *others)].index(True) == num_dense
+    experts = others[-1].mlp
+    assert isinstance(experts, Experts)
+    assert experts.expert.inner_size == published["moe_intermediate_size"]
+    assert (experts.shared is None) == (num_dense == 2)
 
 
 def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:

@@ -17,6 +17,7 @@ from transformers import (
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconH1Config,
@@ -32,6 +33,7 @@ from transformers import (
     GraniteMoeConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -44,6 +46,7 @@ from transformers import (
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
@@ -191,6 +194,13 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         moe_intermediate_size=64,
         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     ),
+    "ernie-moe": causal(
+        Ernie4_5_MoeConfig,
+        moe_num_experts=6,
+        moe_k=3,
+        moe_intermediate_size=64,
+        moe_layer_start_index=1,
+    ),
     "ernie": causal(Ernie4_5Config, head_dim=16, use_bias=True),
     "gemma": causal(GemmaConfig, head_dim=32, tie_word_embeddings=False),
     "exaone4": causal(Exaone4Config, sliding_window=96, sliding_window_pattern=3),
@@ -284,6 +294,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     ),
     "mixtral": causal(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": causal(NemotronConfig),
+    "olmoe": causal(OlmoeConfig, num_experts=6, num_experts_per_tok=3, intermediate_size=64),
     "olmo2": causal(Olmo2Config),
     "olmo3": causal(
         Olmo3Config,
@@ -336,6 +347,15 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         ssm_multipliers=[0.7, 1.4, 0.6, 1.2, 0.8],
         ssm_in_multiplier=1.25,
         ssm_out_multiplier=0.9,
+    ),
+    "lfm2-moe": causal(
+        Lfm2MoeConfig,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        routed_scaling_factor=1.5,
     ),
     "lfm2": causal(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
     "llama4": causal(Llama4TextConfig, num_hidden_layers=4, **CHUNKED),
@@ -404,17 +424,20 @@ WITH_IMAGES = {
 }
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
-STATES = (*DELTA_NETS, "falcon-h1", "lfm2")
+STATES = (*DELTA_NETS, "falcon-h1", "lfm2", "lfm2-moe")
 IN_TILES = (*LATENT, "falcon-h1", "qwen3-next", "qwen3.5-moe")  # all of whose matrices are in tiles in bfloat16 alone
 IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
+    "ernie-moe",
     "glm4-moe",
     "gpt-oss",
     "granite-moe",
+    "lfm2-moe",
     "llama4",
     "minimax-m2",
     "mixtral",
+    "olmoe",
     "qwen2-moe",
     "qwen3-moe",
     "qwen3-next",
@@ -433,7 +456,7 @@ def write_model(family: str, folder: Path, **shape: int) -> Path:
             else:
                 _spread(name, parameter, 6.0 if family.startswith(DELTA_NETS) else 12.0)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
     model.save_pretrained(folder)
     _write_tokenizer(folder / "tokenizer.json")

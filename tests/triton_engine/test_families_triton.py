@@ -79,7 +79,9 @@ OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "ministral", "o
 SHAPES: dict[str, dict[str, int]] = {
     "deepseek-v3": {"num_hidden_layers": 2},
     "glm4-moe": {"num_hidden_layers": 2},
+    "ernie-moe": {"num_hidden_layers": 2},
     "lfm2": {},
+    "lfm2-moe": {},
     "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3.5": {},
     "qwen3.5-moe": {},

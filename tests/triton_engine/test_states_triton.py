@@ -46,8 +46,10 @@ SHAPES = {
     "qwen3.5-moe": DELTA_HEADS,
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
     "lfm2": {},
+    "lfm2-moe": {},
 }
-WITH_HEADS = tuple(each for each in STATES if each != "lfm2")
+CONVOLVED = ("lfm2", "lfm2-moe")
+WITH_HEADS = tuple(each for each in STATES if each not in CONVOLVED)
 ALWAYS = (("lfm2", MIN_BLOCKED),)  # test_state_blocks has the others
 
 
@@ -66,7 +68,7 @@ of_families = pytest.mark.parametrize(
     ("family", "min_blocked"),
     [
         pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long)
-        for case in [*itertools.product(WITH_HEADS, (8, MIN_BLOCKED)), ("lfm2", MIN_BLOCKED)]
+        for case in [*itertools.product(WITH_HEADS, (8, MIN_BLOCKED)), *((each, MIN_BLOCKED) for each in CONVOLVED)]
     ],
 )
 def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(

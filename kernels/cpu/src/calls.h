@@ -30,6 +30,7 @@ struct mixture {
     const void *shared;        /* [rows, width]: what the shared expert has made, or NULL */
     const float *shared_gates; /* [rows]: its sigmoid multiplies that, or NULL */
     int64_t *counts;           /* [num_experts]: rows that have chosen each since the start, or NULL */
+    double added;              /* to the sum that a row's shares are divided by */
 };
 
 /* kernels/cpu/calls.py has the same fields. Strides are in elements. */

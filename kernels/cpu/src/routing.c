@@ -138,6 +138,7 @@ static void route_row(const struct call *call, const struct chosen *chosen, int6
         experts[i] = (int32_t)take_first(ranks, taken, count);
         sum += shares[i] = scores[experts[i]];
     }
+    sum += (float)of->added;
     const float divisor = !of->normalized ? 1.0f : sum < 1e-20f ? 1e-20f : sum;
     for (int64_t i = 0; i < num_chosen; i++)
         shares[i] = shares[i] / divisor * (float)call->scale;

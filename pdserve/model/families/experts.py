@@ -2,6 +2,7 @@
 
 Mixtral (Jiang et al. 2024), Qwen2-MoE and Qwen3-MoE weigh experts by softmax. GLM-4.5 and MiniMax-M2 (2025) score them
 by sigmoid, as DeepSeek-V3 does, and choose by scores and a bias.
+OLMoE (Muennighoff et al. 2024) has the norms of q and k of OLMo 2.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pdserve.model.design import (
     WideNorms,
 )
 from pdserve.model.families import llama
-from pdserve.model.families.reading import Family, activation, require, swiglu
+from pdserve.model.families.reading import Family, activation, repeated, require, swiglu
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
 
@@ -130,6 +131,17 @@ def _read_minimax(fields: Fields) -> Design:
     return Design((layer,) * fields.num_layers, Head(layer.norm), num_more_layers=num_more(fields))
 
 
+def _read_olmoe(fields: Fields) -> Design:
+    pass_over_training(fields)
+    fields.must_be("clip_qkv", None)
+    eps, bias = fields.number("rms_norm_eps", 1e-5), fields.flag("attention_bias", default=False)
+    count = num_experts(fields, "num_experts", 64)
+    routing = Routing(num_chosen(fields, count, 8), normalized=fields.flag("norm_topk_prob", default=False))
+    attention = SelfAttention(read_rope(fields), bias, bias, WideNorms(eps))
+    layer = Sequential(attention, Experts(count, swiglu(fields), routing), RmsNorm(eps))
+    return Design(repeated(layer, fields), Head(layer.norm))
+
+
 def num_more(fields: Fields) -> int:
     """Return how many layers the file may hold that guess tokens."""
     given = [fields.integer(key, 1) for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")]
@@ -161,4 +173,5 @@ MIXTRAL = Family(_read_mixtral, {"num_key_value_heads": 8, "sliding_window": Non
 QWEN2_MOE = Family(_read_qwen2, {"num_key_value_heads": 16, "sliding_window": 4096})
 QWEN3_MOE = Family(_read_qwen3, {"num_key_value_heads": 4, "sliding_window": 4096})
 GLM4_MOE = Family(_read_glm4, {"num_key_value_heads": 8})
+OLMOE = Family(_read_olmoe)
 MINIMAX_M2 = Family(_read_minimax, {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6})

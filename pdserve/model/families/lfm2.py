@@ -1,10 +1,12 @@
-"""LFM2 (Liquid AI, 2025): gated convolutions over few tokens, and attention in some layers."""
+"""LFM2 (Liquid AI, 2025): gated convolutions over few tokens, and attention in some layers; LFM2-MoE has experts."""
 
 from dataclasses import replace
 
+from pdserve.kernels.routing import Routing
 from pdserve.model.design import (
     Around,
     Design,
+    Experts,
     GatedMlp,
     Head,
     HeadNorms,
@@ -12,6 +14,7 @@ from pdserve.model.design import (
     SelfAttention,
     Sequential,
 )
+from pdserve.model.families.experts import num_chosen, num_experts, pass_over_training, with_experts
 from pdserve.model.families.reading import Family, kinds_of_layers, require
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
@@ -19,18 +22,42 @@ from pdserve.model.state_design import ShortConv
 
 MOST_FACTOR = 64.0
 CONV, FULL = "conv", "full_attention"
+BLOCK, NAMES = "feed_forward", ("w1", "w3", "w2")
 
 
 def _read(fields: Fields) -> Design:
+    return _with_mlps_of(fields, _inner_size(fields))
+
+
+def _read_moe(fields: Fields) -> Design:
+    pass_over_training(fields)
+    design, first = (
+        _with_mlps_of(fields, fields.positive("intermediate_size", 7168)),
+        fields.integer("num_dense_layers", 2),
+    )
+    count = num_experts(fields, "num_experts", 32)
+    routing = Routing(
+        num_chosen(fields, count, 4),
+        by_sigmoid=True,
+        bias="expert_bias" if fields.flag("use_expert_bias", default=True) else None,
+        normalized=fields.flag("norm_topk_prob", default=True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        added=1e-6,
+    )
+    expert = GatedMlp(fields.positive("moe_intermediate_size", 1792), names=NAMES)
+    return with_experts(design, Experts(count, expert, routing, block=BLOCK), lambda index: index >= first)
+
+
+def _with_mlps_of(fields: Fields, inner_size: int) -> Design:
     eps, count = fields.number("norm_eps", 1e-5), fields.num_layers
     norms = HeadNorms(eps, "q_layernorm", "k_layernorm")
     full = Sequential(
         SelfAttention(read_rope(fields), qk_norm=norms, o="out_proj"),
-        GatedMlp(_inner_size(fields), names=("w1", "w3", "w2")),
+        GatedMlp(inner_size, names=NAMES),
         RmsNorm(eps),
         around_attention=Around("operator_norm"),
         around_mlp=Around("ffn_norm"),
-        mlp_name="feed_forward",
+        mlp_name=BLOCK,
     )
     hidden, kernel = fields.positive("hidden_size"), fields.positive("conv_L_cache", 3)
     if kernel < 2:
@@ -67,3 +94,4 @@ def _inner_size(fields: Fields) -> int:
 
 
 LFM2 = Family(_read, {"tie_word_embeddings": True, "rope_theta": 1e6, "num_key_value_heads": 8})
+LFM2_MOE = Family(_read_moe, LFM2.defaults)
