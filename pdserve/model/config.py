@@ -18,7 +18,7 @@ from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.gpt_oss import GPT_OSS
-from pdserve.model.families.granite import GRANITE, GRANITE_MOE
+from pdserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from pdserve.model.families.hunyuan import HUNYUAN
 from pdserve.model.families.lfm2 import LFM2, LFM2_MOE
 from pdserve.model.families.llama4 import LLAMA_4
@@ -67,6 +67,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,

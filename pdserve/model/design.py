@@ -130,7 +130,7 @@ class GatedMlp:
     inner_size: int
     activation: Activation = Activation.SILU
     bias: bool = False
-    fused: bool = False  # the file has one `gate_up_proj`
+    fused: bool = False  # the file has gate and up in one matrix, by the gate's name
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     input_scale: float = 1.0
     output_scale: float = 1.0
@@ -166,6 +166,7 @@ class Experts:
     routing: Routing
     shared: GatedMlp | None = None  # that every token takes, too
     shared_name: str = "shared_experts"
+    shared_is_outside: bool = False  # named beside the block, not within it
     shared_gate: str | None = None  # whose sigmoid multiplies what the shared one makes
     block: str = "mlp"  # within a layer
     router: str = "gate"
@@ -191,7 +192,7 @@ class Around:
     after: str | None = None
 
 
-Mixer = SelfAttention | LatentAttention | Recurrent | Beside
+Mixer = SelfAttention | LatentAttention | Recurrent | StateSpace | Beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,8 @@ class Design:
         """Return of each layer what keeps a state, where something does."""
         found = (layer.attention for layer in self.layers)
         return tuple(
-            each.space if isinstance(each, Beside) else each if isinstance(each, Recurrent) else None for each in found
+            each.space if isinstance(each, Beside) else each if isinstance(each, Recurrent | StateSpace) else None
+            for each in found
         )
 
     @property
@@ -296,7 +298,7 @@ def _attention(mixer: Mixer) -> SelfAttention | LatentAttention | None:
     match mixer:
         case Beside(attention=attention):
             return attention
-        case ShortConv() | GatedDelta():
+        case ShortConv() | GatedDelta() | StateSpace():
             return None
         case _:
             return mixer

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from pdserve.model import design
+from pdserve.model import design, state_design
 from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.mlp import Mlp, build_mlp
@@ -127,6 +127,26 @@ class Beside:
         return cls(SelfAttention.build(of.attention, parts, o), space, of.attention_scales)
 
 
+@dataclass(frozen=True, slots=True)
+class LoneSpace:
+    """A state space in the place of attention."""
+
+    space: StateSpace
+    o: Linear
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return what its state makes, before `o`."""
+        return self.space.mixed(ops, attention, index, x)
+
+    def matrices(self) -> Iterator[Linear]:
+        yield from (*self.space.matrices(), self.o)
+
+    @classmethod
+    def build(cls, of: state_design.StateSpace, parts: Parts) -> Self:
+        space, o = StateSpace.build(of, parts, 1.0)
+        return cls(space, row_parallel(parts.ops.held(o), parts.rank))
+
+
 class MixesTokens(Protocol):
     """The attention of a layer."""
 
@@ -227,6 +247,8 @@ def _attention(of: design.Mixer, parts: Parts) -> MixesTokens:
             return LatentAttention.build(of, parts)
         case design.Beside():
             return Beside.build(of, parts)
+        case state_design.StateSpace():
+            return LoneSpace.build(of, parts)
         case _:
             return build_recurrent(of, parts)
 

@@ -89,8 +89,8 @@ class GatedMlp:
             return tensors.take_matrix(f"{prefix}{name}", inner, hidden_size, bias=of.bias, shard=rows)
 
         if of.fused:
-            both = tensors.take_matrix(f"{prefix}gate_up_proj", 2 * inner, hidden_size, bias=of.bias)
-            span = slice(0, inner) if rows is None else rows.span(f"{prefix}gate_up_proj", inner)
+            both = tensors.take_matrix(f"{prefix}{gate_name}", 2 * inner, hidden_size, bias=of.bias)
+            span = slice(0, inner) if rows is None else rows.span(f"{prefix}{gate_name}", inner)
             gate, up = rows_of(both, span), rows_of(both, slice(inner + span.start, inner + span.stop))
         else:
             gate, up = taken(gate_name), taken(up_name)
@@ -199,7 +199,8 @@ class Experts:
         shape, routing, shared = (of.num_experts, hidden_size), of.routing, None
         if of.shared is not None:
             gate = tensors.take(f"{prefix}{of.shared_gate}.weight", (1, hidden_size)) if of.shared_gate else None
-            shared = Shared(GatedMlp.build(f"{prefix}{of.shared_name}.", of.shared, *parts), gate)
+            outside = prefix.removesuffix(f"{of.block}.") if of.shared_is_outside else prefix
+            shared = Shared(GatedMlp.build(f"{outside}{of.shared_name}.", of.shared, *parts), gate)
         router = Dense(
             tensors.take(f"{prefix}{of.router}.weight", shape),
             tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,

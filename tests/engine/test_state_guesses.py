@@ -25,6 +25,8 @@ SMALL: dict[str, dict[str, object]] = {  # whose pages have few tokens
     "qwen3.5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
     "qwen3.5-moe": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
+    "granite-hybrid": {"mamba_d_state": 8},
+    "granite-hybrid-dense": {"mamba_d_state": 8},
     "lfm2": {},
     "lfm2-moe": {},
 }

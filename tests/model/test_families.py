@@ -50,7 +50,8 @@ from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
 from pdserve.model.ranks import RankedOps
-from pdserve.model.state_design import ShortConv
+from pdserve.model.rope_config import NO_ROPE, RopeConfig
+from pdserve.model.state_design import ShortConv, StateSpace
 from pdserve.model.weights import Rank, Weights
 from pdserve.settings.config import WorkerConfig
 
@@ -233,11 +234,11 @@ def rope(**changes: object) -> Change:
     return lambda of: each_layer(of, changed)
 
 
-def attending(**changes: object) -> Change:
-    """Change the attention of layers that have one."""
+def attending(kind: type = SelfAttention, **changes: object) -> Change:
+    """Change the attention of layers that have one, or of layers with something else in its place."""
 
     def changed(layer: Of) -> Of:
-        if not isinstance(layer.attention, SelfAttention):
+        if not isinstance(layer.attention, kind):
             return layer
         return replace(layer, attention=replace(layer.attention, **changes))
 
@@ -436,6 +437,15 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gpt-oss", "biases of the experts"): experts_mlp(bias=False),
     ("gpt-oss", "the clamped gate"): experts_mlp(activation=Activation.SILU),
     ("gpt-oss", "weights that sum to 1"): experts(normalized=False),
+    ("granite-hybrid", "the scores' multiplier"): attending(scores=Scores()),
+    ("granite-hybrid", "the residuals' multiplier"): layers(residual_scale=1.0),
+    ("granite-hybrid", "the logits' multiplier"): head(scale=1.0),
+    ("granite-hybrid", "the embedding's scale"): lambda of: replace(of, embedding=Embedding()),
+    ("granite-hybrid", "no rope"): attending(rope=RopeConfig(10000.0)),
+    ("granite-hybrid", "the shared MLP"): mlp_of_experts(shared=None),
+    ("granite-hybrid", "the norm after the gate"): attending(StateSpace, norm_first=True),
+    ("granite-hybrid-dense", "norms by group"): attending(StateSpace, eps=None),
+    ("granite-hybrid-dense", "rope"): attending(rope=NO_ROPE),
     ("granite-moe", "the scores' multiplier"): attention(scores=Scores()),
     ("granite-moe", "the residuals' multiplier"): layers(residual_scale=1.0),
     ("granite-moe", "weights that sum to 1"): experts(normalized=False),

@@ -25,6 +25,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+HYBRID = {"GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4}}
 CONFIG = ModelConfig.from_hf(SHAPE)
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 
@@ -43,9 +44,8 @@ def test_a_bias_that_the_model_does_not_have_may_be_zero_and_nothing_else() -> N
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_each_architecture_that_a_config_may_name_has_a_model(architecture: str) -> None:
     shape = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
-    config = ModelConfig.from_hf(
-        {"architectures": [architecture], "num_attention_heads": 2, "num_key_value_heads": 1, **shape}
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, **HYBRID.get(architecture, {})}
+    config = ModelConfig.from_hf({"architectures": [architecture], **heads, **shape})
     load_model(config, dummy_weights(config), torch.float32)
 
 

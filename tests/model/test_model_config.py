@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
 from pdserve.model.design import Activation, Experts, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
-from pdserve.model.rope_config import Growth, LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
-from pdserve.model.state_design import ShortConv
+from pdserve.model.rope_config import NO_ROPE, Growth, LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
+from pdserve.model.state_design import ShortConv, StateSpace
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -226,6 +226,12 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "FalconH1ForCausalLM": {"embedding_multiplier"},
     "GptOssForCausalLM": {"num_local_experts"},
     "GraniteMoeForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling", "num_local_experts"},
+    "GraniteMoeHybridForCausalLM": {
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "num_local_experts",
+    },
     "MiniMaxM2ForCausalLM": {"num_local_experts"},
     "MixtralForCausalLM": {"num_local_experts"},
     "Qwen2MoeForCausalLM": {"num_local_experts"},
@@ -239,6 +245,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
 }
 OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
     "Cohere2ForCausalLM": {"rms_norm_eps": None},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
     "Lfm2ForCausalLM": {"rms_norm_eps": None},
     "Lfm2MoeForCausalLM": {"rms_norm_eps": None},
     "NemotronForCausalLM": {"rms_norm_eps": None},
@@ -543,6 +550,70 @@ LFM2_MOE = {
 }
 
 
+GRANITE_4_H = {  # Tiny's
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "bos_token_id": 100257,
+    "embedding_multiplier": 12,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "init_method": "mup",
+    "initializer_range": 0.1,
+    "intermediate_size": 512,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    "logits_scaling": 6,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "output_router_logits": False,
+    "pad_token_id": 100256,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.0,
+    "shared_intermediate_size": 1024,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+
+
+@pytest.mark.parametrize(("num_experts", "position"), [(64, "nope"), (0, "rope")])
+def test_granite_4_is_read_as_it_is_published(num_experts: int, position: str) -> None:
+    own = {"num_local_experts": num_experts, "position_embedding_type": position}
+    config = ModelConfig.from_hf(GRANITE_4_H | own)
+    first, full = config.design.layers[0], config.design.layers[5]
+    assert isinstance(first.attention, StateSpace)
+    assert (first.attention.heads, first.attention.head_dim, first.attention.eps) == (48, 64, 1e-5)
+    assert isinstance(full.attention, SelfAttention)
+    assert (full.attention.rope == NO_ROPE) == (position == "nope")
+    assert (full.attention.scores.scale, full.residual_scale) == (0.0078125, 0.22)
+    shared = full.mlp.shared if isinstance(full.mlp, Experts) else full.mlp
+    assert isinstance(shared, GatedMlp)
+    assert shared.inner_size == 1024
+    assert isinstance(full.mlp, Experts) == (num_experts > 0)
+
+
 @pytest.mark.parametrize(("published", "num_dense"), [(ERNIE_MOE, 1), (LFM2_MOE, 2)])
 def test_mixtures_are_read_as_they_are_published(published: dict[str, object], num_dense: int) -> None:
     config = ModelConfig.from_hf(published)
@@ -574,6 +645,10 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         ("Lfm2ForCausalLM", {"block_ffn_dim_multiplier": 1e9}, "block_ffn_dim_multiplier"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "sliding_attention"]}, "layer_types"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv"]}, "layer_types"),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "mamba"]}, "layer_types"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ("GraniteMoeHybridForCausalLM", {"normalization_function": "layernorm"}, "normalization_function"),
         ("FalconH1ForCausalLM", {"mamba_n_heads": 100}, "mamba_n_heads"),
         ("FalconH1ForCausalLM", {"mamba_d_head": 7}, "mamba_d_head"),
         ("FalconH1ForCausalLM", {"mamba_proj_bias": True}, "mamba_proj_bias"),

@@ -31,6 +31,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -110,6 +111,16 @@ DELTA_EXPERTS = {
 }
 
 
+GRANITE_LAYERS: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_expand": 1,
+    "mamba_d_state": 12,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 1.5,
+}
 CHUNKED = {  # of Llama 4
     "head_dim": 16,
     "num_local_experts": 4,
@@ -271,6 +282,29 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         residual_multiplier=0.5,
         logits_scaling=2.0,
     ),
+    "granite-hybrid": causal(
+        GraniteMoeHybridConfig,
+        **GRANITE_LAYERS,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        shared_intermediate_size=96,
+        mamba_n_groups=1,
+    ),
+    "granite-hybrid-dense": causal(
+        GraniteMoeHybridConfig,
+        **GRANITE_LAYERS,
+        num_local_experts=0,
+        shared_intermediate_size=128,
+        mamba_n_groups=2,
+        position_embedding_type="rope",
+    ),
+    "granite-4-attention": causal(
+        GraniteMoeHybridConfig,
+        **{**GRANITE_LAYERS, "layer_types": ["full_attention"] * 3},
+        num_local_experts=0,
+        shared_intermediate_size=128,
+        position_embedding_type="rope",
+    ),
     "hunyuan": causal(HunYuanDenseV1Config, head_dim=16),
     "llama-gelu": causal(LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
     "llama-mscale": causal(LlamaConfig, rope_parameters={**YARN, "mscale": 4.0, "mscale_all_dim": 0.5}),
@@ -424,12 +458,14 @@ WITH_IMAGES = {
 }
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
-STATES = (*DELTA_NETS, "falcon-h1", "lfm2", "lfm2-moe")
+GRANITES = ("granite-hybrid", "granite-hybrid-dense")
+STATES = (*DELTA_NETS, "falcon-h1", *GRANITES, "lfm2", "lfm2-moe")
 IN_TILES = (*LATENT, "falcon-h1", "qwen3-next", "qwen3.5-moe")  # all of whose matrices are in tiles in bfloat16 alone
 IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
     "ernie-moe",
+    "granite-hybrid",
     "glm4-moe",
     "gpt-oss",
     "granite-moe",

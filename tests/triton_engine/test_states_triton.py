@@ -45,6 +45,8 @@ SHAPES = {
     "qwen3.5": DELTA_HEADS,
     "qwen3.5-moe": DELTA_HEADS,
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
+    "granite-hybrid": {"mamba_d_state": 4},
+    "granite-hybrid-dense": {"mamba_d_state": 8},
     "lfm2": {},
     "lfm2-moe": {},
 }

@@ -1,6 +1,7 @@
 """Falcon-H1 (TII, 2025): attention and a state space side by side in each layer, and multipliers everywhere."""
 
 import math
+from dataclasses import replace
 
 from pdserve.model.design import (
     Activation,
@@ -24,10 +25,8 @@ NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as c
 
 
 def _read(fields: Fields) -> Design:
-    require(fields, attention_bias=False, mlp_bias=False, mamba_proj_bias=False, projectors_bias=False)
-    fields.must_be("time_step_limit", *NO_LIMIT)
-    for key in ("mamba_chunk_size", "num_logits_to_keep"):
-        fields.optional_int(key)
+    require(fields, attention_bias=False, mlp_bias=False, projectors_bias=False)
+    fields.optional_int("num_logits_to_keep")
     eps = fields.number("rms_norm_eps", 1e-5)
     heads = fields.positive("num_attention_heads")
     head_dim = fields.positive("head_dim", fields.positive("hidden_size") // heads)
@@ -46,9 +45,27 @@ def _read(fields: Fields) -> Design:
 
 
 def _space(fields: Fields, eps: float) -> StateSpace:
-    hidden, heads = fields.positive("hidden_size"), fields.positive("mamba_n_heads", 128)
-    expand = fields.positive("mamba_expand", 2)
-    inner, groups = fields.positive("mamba_d_ssm", expand * hidden), fields.positive("mamba_n_groups", 1)
+    usual = read_space(fields, fields.positive("mamba_d_ssm", expanded(fields)), eps)
+    return replace(
+        usual,
+        eps=eps if fields.flag("mamba_rms_norm", default=False) else None,
+        norm_first=fields.flag("mamba_norm_before_gate", default=True),
+        input_scale=_factor(fields, "ssm_in_multiplier"),
+        scales=_factors(fields, "ssm_multipliers", 5),
+    )
+
+
+def expanded(fields: Fields) -> int:
+    """Return how many features a state space has within."""
+    return fields.positive("mamba_expand", 2) * fields.positive("hidden_size")
+
+
+def read_space(fields: Fields, inner: int, eps: float) -> StateSpace:
+    """Read a state space of so many features, with a norm of each group behind the gate."""
+    fields.must_be("mamba_proj_bias", False)
+    fields.must_be("time_step_limit", *NO_LIMIT)
+    fields.optional_int("mamba_chunk_size")
+    heads, groups = fields.positive("mamba_n_heads", 128), fields.positive("mamba_n_groups", 1)
     if inner % heads or heads % groups:
         raise fields.unsupported("mamba_n_heads", f"a divisor of {inner} features, and a multiple of {groups} groups")
     fields.must_be("mamba_d_head", "auto", inner // heads)
@@ -64,10 +81,8 @@ def _space(fields: Fields, eps: float) -> StateSpace:
         groups=groups,
         kernel=kernel,
         conv_bias=fields.flag("mamba_conv_bias", default=True),
-        eps=eps if fields.flag("mamba_rms_norm", default=False) else None,
-        norm_first=fields.flag("mamba_norm_before_gate", default=True),
-        input_scale=_factor(fields, "ssm_in_multiplier"),
-        scales=_factors(fields, "ssm_multipliers", 5),
+        eps=eps,
+        norm_first=False,
     )
 
 

@@ -10,6 +10,7 @@ from pdserve.model.rope_config import RopeConfig
 
 L = TypeVar("L", bound=Layer)
 FULL, SLIDING = "full_attention", "sliding_attention"
+APART, FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ def repeated(layer: Layer, fields: Fields) -> tuple[Layer, ...]:
 
 def swiglu(fields: Fields, *, bias: bool = False, fused: bool = False) -> GatedMlp:
     """Return the gated MLP of a Llama. fused: the file has gate and up in one matrix."""
-    return GatedMlp(fields.positive("intermediate_size"), activation(fields, Activation.SILU), bias, fused)
+    names = FUSED if fused else APART
+    return GatedMlp(fields.positive("intermediate_size"), activation(fields, Activation.SILU), bias, fused, names)
 
 
 def activation(fields: Fields, *served: Activation, key: str = "hidden_act") -> Activation:
