@@ -205,6 +205,8 @@ def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         (LLAMA, 2, {"intermediate_size": 96}),  # one group, and two
         ("nemotron", 2, {"intermediate_size": 96}),  # whose MLPs have no gates
+        ("lfm2", 2, {}),
+        ("qwen3.5", 2, {"linear_value_head_dim": 16}),
         (LLAMA, 4, {"hidden_size": 128, "intermediate_size": 128}),
         (LLAMA, 3, {**NINE_HEADS, "hidden_size": 288, "intermediate_size": 288}),
     ],

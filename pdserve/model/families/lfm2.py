@@ -31,10 +31,8 @@ def _read(fields: Fields) -> Design:
 
 def _read_moe(fields: Fields) -> Design:
     pass_over_training(fields)
-    design, first = (
-        _with_mlps_of(fields, fields.positive("intermediate_size", 7168)),
-        fields.integer("num_dense_layers", 2),
-    )
+    design = _with_mlps_of(fields, fields.positive("intermediate_size", 7168))
+    first = fields.integer("num_dense_layers", 2)
     count = num_experts(fields, "num_experts", 32)
     routing = Routing(
         num_chosen(fields, count, 4),
