@@ -256,7 +256,9 @@ class Design:
 
     @property
     def has_wide_norms(self) -> bool:
-        return any(isinstance(getattr(each, "qk_norm", None), WideNorms) for each in self.attentions)
+        """Say whether a norm is over the features of all heads."""
+        of_heads = (isinstance(getattr(each, "qk_norm", None), WideNorms) for each in self.attentions)
+        return any(of_heads) or any(isinstance(each, StateSpace) and each.has_wide_norm for each in self.recurrent)
 
     @property
     def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:

@@ -47,9 +47,9 @@ def _check_recurrent(of: Recurrent | StateSpace | None, size: int) -> None:
         case StateSpace(heads=heads, groups=groups):
             if size > groups and (size % groups or heads % size):
                 raise _refusal(size, f"{heads} heads of states in {groups} groups cannot be divided like this")
-            if of.eps is not None and size > groups:
-                raise _refusal(size, f"a norm of each of {groups} groups of states is not divided between ranks yet")
-            if of.eps is not None and groups % size:
+            if of.has_wide_norm and of.norm_first:
+                raise _refusal(size, "a norm of states before their gate is not divided between ranks yet")
+            if of.eps is not None and groups > 1 and groups % size:
                 raise _refusal(size, f"{groups} groups of states with a norm are not divided evenly")
         case GatedDelta(key_heads=count) if count < size:
             raise _refusal(size, f"{count} heads of keys of a delta net cannot be divided like this")

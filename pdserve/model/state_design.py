@@ -127,6 +127,11 @@ class StateSpace:
     def inner_size(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def has_wide_norm(self) -> bool:
+        """Say whether a norm is over all heads: several ranks add for it."""
+        return self.eps is not None and self.groups == 1
+
     def of_rank(self, rank: Rank) -> Self:
         heads, groups = self.heads_of(rank), rank.kv_heads(self.groups)
         return replace(self, heads=heads.stop - heads.start, groups=groups.stop - groups.start)

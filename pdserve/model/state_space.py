@@ -15,6 +15,7 @@ from pdserve.model.attention import Advance, Attention
 from pdserve.model.elementwise import times
 from pdserve.model.ops import Linear, Matrix, Ops, rows_of
 from pdserve.model.parts import Parts
+from pdserve.model.ranks import PartNorm
 from pdserve.model.recurrent import BLOCK, Convolution, indices, part_of_state, recalled
 from pdserve.model.weights import Rank
 
@@ -33,11 +34,15 @@ class StateSpace:
     norm: Tensor | None  # [inner_size]
     output_scale: float
     part: StatePart | None = None
+    wide_norm: PartNorm | None = None  # over the heads of all ranks, in the place of `norm`
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens: [num_tokens, inner_size]."""
         taken = ops.linear(ops.scaled(x, self.of.input_scale), self.taken)
-        return attention.recur(index, taken if self.scales is None else ops.scaled(taken, self.scales), self)
+        made = attention.recur(index, taken if self.scales is None else ops.scaled(taken, self.scales), self)
+        if self.wide_norm is not None:
+            ops.norm_(made, self.wide_norm)
+        return made
 
     @property
     def recurrence(self) -> Recurrence:
@@ -120,6 +125,10 @@ class StateSpace:
             parts_of = [torch.full((width,), scale) for width, scale in zip(widths, of.scales, strict=True)]
             scales = torch.cat(parts_of).to(device=tensors.device, dtype=tensors.dtype)
         heads, by_head, by_feature = (of.heads,), rank.rows(unit), rank.rows(unit * of.head_dim)
+        norm = None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,), by_feature)
+        wide_norm = None
+        if norm is not None and rank.size > 1 and of.has_wide_norm:
+            wide_norm, norm, output_scale = PartNorm(norm * output_scale, own.eps or 0.0, of.inner_size), None, 1.0
         found = cls(
             of=own,
             taken=parts.ops.held(taken if rank.size == 1 else rows_of(taken, _taken_by(of, rank))),
@@ -128,9 +137,10 @@ class StateSpace:
             rate=-tensors.take(f"{prefix}A_log", heads, by_head, exact=True).exp(),
             step_bias=tensors.take(f"{prefix}dt_bias", heads, by_head, exact=True),
             direct=tensors.take(f"{prefix}D", heads, by_head, exact=True),
-            norm=None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,), by_feature),
+            norm=norm,
             output_scale=output_scale,
             part=part_of_state(of, rank, of.heads_of(rank).start),
+            wide_norm=wide_norm,
         )
         columns = rank.columns(unit * of.head_dim)
         return found, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size, shard=columns)

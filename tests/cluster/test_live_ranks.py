@@ -15,7 +15,14 @@ from transformers import PreTrainedModel
 
 MANY = 600  # tokens, of an answer that goes on while a rank is ended
 LENGTHS = (1, 16, 40, 130, 300)
-BY = (("llama3", "tp"), ("llama3", "pp"), ("qwen3.5", "tp"), ("lfm2", "tp"), ("falcon-h1", "tp"))  # and a family
+BY = (
+    ("llama3", "tp"),
+    ("llama3", "pp"),
+    ("qwen3.5", "tp"),
+    ("lfm2", "tp"),
+    ("falcon-h1", "tp"),
+    ("granite-hybrid", "tp"),
+)
 FLOAT32 = ("--dtype", "float32", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "500")
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -37,10 +37,10 @@ PROMPTS = [prompt(count, count) for count in (5, 45, 150)]
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}  # as SmolLM2 has them
 THREE_PARTS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "moe_intermediate_size": 64}
 LLAMA = "llama3"
+BEFORE_GATES = {"mamba_n_groups": 1, "mamba_norm_before_gate": True}
 PLAIN = {LLAMA, "qwen2-moe", "gemma3"}
 UNLIKE = {LLAMA, "cohere2", "deepseek-v3", "gemma3", "gpt-oss", "olmo2"}
-UNDIVIDED = "granite-hybrid"  # whose norm is over the heads of all ranks
-FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {UNDIVIDED})
+FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"})
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,6 +95,7 @@ def assert_right(checkpoint: Checkpoint, found: list[list[int]]) -> None:
         ("qwen3.5", 4, {"linear_num_key_heads": 4}),
         ("qwen3.5", 3, {**NINE_HEADS, "linear_num_key_heads": 5, "linear_num_value_heads": 10}),  # one head, and two
         ("falcon-h1", 2, {}),
+        ("granite-hybrid", 4, {"num_experts_per_tok": 3}),
         ("falcon-h1", 4, {"mamba_rms_norm": False, "mamba_n_heads": 4, "mamba_d_ssm": 64}),  # two have the same group
     ],
 )
@@ -297,9 +298,9 @@ def test_stages_of_layers_with_a_state_are_refused_by_name(opened: Callable[...,
     ("family", "shape", "reason"),
     [
         ("qwen3.5", {}, "2 heads of keys of a delta net cannot"),
-        (UNDIVIDED, {}, "a norm of each of 1 groups of states is not"),
+        ("falcon-h1", {"mamba_n_heads": 8, "mamba_d_ssm": 128, **BEFORE_GATES}, "a norm of states before their gate"),
         ("falcon-h1", {}, "6 heads of states in 2 groups cannot"),
-        ("falcon-h1", {"mamba_n_heads": 8, "mamba_d_ssm": 128}, "a norm of each of 2 groups of states is not"),
+        ("falcon-h1", {"mamba_n_heads": 8, "mamba_d_ssm": 128}, "2 groups of states with a norm are not"),
     ],
 )
 def test_states_of_which_a_rank_has_no_part_are_refused_by_name(
@@ -309,7 +310,7 @@ def test_states_of_which_a_rank_has_no_part_are_refused_by_name(
         check_divides(opened(family, **shape).config, Degrees(4))
 
 
-@pytest.mark.parametrize("family", sorted({*STATES} - {UNDIVIDED}))
+@pytest.mark.parametrize("family", STATES)
 def test_ranks_leave_the_states_of_one_rank(opened: Callable[..., Checkpoint], family: str) -> None:
     checkpoint = opened(family)
     given = (checkpoint.config, checkpoint.weights(), torch.float32)
