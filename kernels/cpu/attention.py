@@ -76,8 +76,8 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMS norms over each head of q and of k."""
+class QkNorm:
+    """RMS norms over each head of q and of k, before they are rotated or after it."""
 
     q: Tensor  # weights: [head_dim]
     k: Tensor
@@ -89,7 +89,7 @@ class HeadNorms:
 class HeadWeights:
     """What a layer has learnt of its heads."""
 
-    norms: HeadNorms | None = None
+    norms: QkNorm | None = None
     sinks: Tensor | None = None  # float32 [num_heads]: scores that join each softmax, without values
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch
 from pdserve.engine.layer_kinds import LayerKind
-from pdserve.kernels.cpu.attention import Chunks, HeadNorms, HeadWeights, PagedAttention, Rows, Scoring
+from pdserve.kernels.cpu.attention import Chunks, HeadWeights, PagedAttention, QkNorm, Rows, Scoring
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import QkNorm
 from pdserve.model.rope import distinct
 
 
@@ -30,10 +29,7 @@ class Planned:
     ropes: Seq[int]  # of each layer, which of the planned ones
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
-        norms = None
-        if qk_norm is not None:
-            norms = HeadNorms(qk_norm.q, qk_norm.k, qk_norm.eps, qk_norm.after_rope)
-        return self.paged.run(self.calls, layer, qkv, HeadWeights(norms, sinks), self.ropes[layer])
+        return self.paged.run(self.calls, layer, qkv, HeadWeights(qk_norm, sinks), self.ropes[layer])
 
 
 class CompiledAttention:

@@ -21,8 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.layer_kinds import LayerKind, flat_rows
+from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import QkNorm, RmsNorm, TorchOps
+from pdserve.model.ops import RmsNorm, TorchOps
 from pdserve.model.rope import Angles, distinct, rotate_
 
 ALIKE_BELOW = 128  # contexts up to this many tokens share a group whatever their ratio

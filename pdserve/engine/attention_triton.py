@@ -15,11 +15,11 @@ from torch import Tensor
 from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.layer_kinds import LayerKind
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
+from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
-from pdserve.model.ops import QkNorm
 from pdserve.model.rope import distinct
 
 

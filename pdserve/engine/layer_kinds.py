@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pdserve.engine.batch import Chains, Ints, PoolShape
 from pdserve.engine.states import States
+from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Attends, Recurs
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup
-from pdserve.model.ops import QkNorm
 from pdserve.model.rope import Rope
 from pdserve.protocol.paging import PageShape, Paging
 

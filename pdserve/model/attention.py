@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.cpu.states import Recurrence
-from pdserve.model.ops import QkNorm
 
 Advance = Callable[[Tensor, Seq[Tensor]], tuple[Tensor, Seq[Tensor]]]
 """Computes some tokens of sequences: (rows [sequences, tokens, features], the parts of states before them, each

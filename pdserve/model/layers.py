@@ -7,6 +7,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.model import design, state_design
 from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
@@ -18,7 +19,6 @@ from pdserve.model.ops import (
     Matrix,
     Norm,
     Ops,
-    QkNorm,
     Quantized,
     RmsNorm,
     decoded,

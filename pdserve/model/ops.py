@@ -100,16 +100,6 @@ class ExpertStack:
 Norm = RmsNorm | LayerNorm
 
 
-@dataclass(frozen=True, slots=True)
-class QkNorm:
-    """RMS norms over each head of q and of k, before they are rotated or after it."""
-
-    q: Tensor  # weights: [head_dim]
-    k: Tensor
-    eps: float
-    after_rope: bool = False
-
-
 Mixture = TiledExperts | ExpertStack
 
 

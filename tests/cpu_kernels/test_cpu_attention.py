@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from wider_pools import LAID_OUT
 
-from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, HeadWeights, PagedAttention, Rows, Scoring, serves
+from pdserve.kernels.cpu.attention import SPLIT, HeadWeights, PagedAttention, QkNorm, Rows, Scoring, serves
 from pdserve.kernels.cpu.calls import Immediate
 
 NUM_LAYERS = 2
@@ -56,7 +56,7 @@ def random_case(
     pool = torch.full((num_pages, NUM_LAYERS, 2, num_kv_heads, page_size, head_dim), math.nan, dtype=dtype)
     supply = torch.randperm(num_pages, generator=generator).tolist()
     weights = (torch.rand(2, head_dim, generator=generator) + 0.5).to(dtype).unbind(0)
-    head_norms = None if "norms" not in learnt else HeadNorms(*weights, EPS, after_rope=learnt == "norms after")
+    head_norms = None if "norms" not in learnt else QkNorm(*weights, EPS, after_rope=learnt == "norms after")
     sinks = torch.randn(num_heads, generator=generator) * 4 if learnt == "sinks" else None
     table = np.zeros((len(CONTEXTS), columns), dtype=np.int64)
     targets, qkvs, angles, expected = [], [], [], []
@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
     ones, wide = torch.ones(64), torch.ones(128)[::2]
 
-    def given(norms: HeadNorms | None, sinks: Tensor | None = None) -> Tensor:
+    def given(norms: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         return paged.run(calls, LAYER, case.qkv, HeadWeights(norms, sinks))
 
     for bad, message in (
@@ -238,9 +238,9 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
         (lambda: paged.run(calls, NUM_LAYERS, case.qkv), "layer must be below 2"),
         (lambda: paged.run(calls, LAYER, case.qkv, rope=1), "rope must be below 1"),
         (lambda: paged.run(calls, LAYER, case.qkv[:3]), f"qkv must be of {len(CONTEXTS)} tokens"),
-        (lambda: given(HeadNorms(ones, ones[:63], EPS)), "k_norm must have shape"),
-        (lambda: given(HeadNorms(ones.bfloat16(), ones, EPS)), "q_norm must be one of"),
-        (lambda: given(HeadNorms(ones, wide, EPS)), "k_norm must have stride 1"),
+        (lambda: given(QkNorm(ones, ones[:63], EPS)), "k_norm must have shape"),
+        (lambda: given(QkNorm(ones.bfloat16(), ones, EPS)), "q_norm must be one of"),
+        (lambda: given(QkNorm(ones, wide, EPS)), "k_norm must have stride 1"),
         (lambda: given(None, ones[:5]), "sinks must have shape"),
         (lambda: given(None, ones[:6].double()), "sinks must be one of"),
     ):

@@ -31,10 +31,10 @@ from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.engine.verification import verifying
 from pdserve.executor.failing import Isolating
 from pdserve.executor.layouts import describe_layout
+from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
-from pdserve.model.ops import QkNorm
 from pdserve.model.rope import rotate_
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import PrefixHasher

@@ -626,6 +626,19 @@ def test_mixtures_are_read_as_they_are_published(published: dict[str, object], n
     assert (experts.shared is None) == (num_dense == 2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, {1, 2, 3, 4, 5}),
+        ({"moe_layer_end_index": 3}, {1, 2, 3}),
+        ({"moe_layer_start_index": 2, "moe_layer_interval": 2}, {3, 5}),
+    ],
+)
+def test_ernies_experts_are_in_the_layers_that_the_config_says(changes: dict[str, int], sparse: set[int]) -> None:
+    layers = ModelConfig.from_hf(ERNIE_MOE | {"num_hidden_layers": 6} | changes).design.layers
+    assert {index for index, layer in enumerate(layers) if isinstance(layer.mlp, Experts)} == sparse
+
+
 def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
     conv, full = ModelConfig.from_hf(
         LLAMA | {"architectures": ["Lfm2ForCausalLM"], "rms_norm_eps": None, "layer_types": ["conv", "full_attention"]}

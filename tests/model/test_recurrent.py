@@ -198,8 +198,11 @@ def test_in_bfloat16_logits_are_as_far_from_those_of_float32_as_those_of_transfo
     exact = oracle(torch.tensor([text])).logits[0]
     theirs = oracle.bfloat16()(torch.tensor([text])).logits[0].float()
     ours = logits_of(model, text).float()
-    of_tokens = [(each - exact).square().mean(-1).sqrt() for each in (ours, theirs)]
-    assert of_tokens[0].median() < 1.5 * of_tokens[1].median()  # a few tokens choose other experts
+    of_ours, of_theirs = ((each - exact).square().mean(-1) for each in (ours, theirs))
+    if family == "lfm2-moe":  # of which a few tokens choose other experts
+        assert of_ours.median().sqrt() < 1.5 * of_theirs.median().sqrt()
+        return
+    assert of_ours.mean().sqrt() < 1.5 * of_theirs.mean().sqrt()
 
 
 def logits_of(model: Model, text: list[int]) -> Tensor:

@@ -24,7 +24,8 @@ from pdserve.kernels.kv_rows import KvRows
 from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Activation
-from pdserve.model.ops import Dense, QkNorm, RmsNorm
+from pdserve.kernels.cpu.attention import QkNorm
+from pdserve.model.ops import Dense, RmsNorm
 from pdserve.model.ops_cuda import CudaOps
 from pdserve.model.rope import Rope
 from pdserve.protocol.sampling import SamplingParams
