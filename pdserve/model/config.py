@@ -8,6 +8,7 @@ from pdserve.model.design import Design, LatentAttention, Scores
 from pdserve.model.families import llama
 from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
+from pdserve.model.families.bamba import BAMBA
 from pdserve.model.families.cohere2 import COHERE2
 from pdserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from pdserve.model.families.ernie import ERNIE, ERNIE_MOE
@@ -51,6 +52,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
+    "BambaForCausalLM": BAMBA,
     "Cohere2ForCausalLM": COHERE2,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,

@@ -25,7 +25,10 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-HYBRID = {"GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4}}
+HYBRID = {
+    "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 4},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
+}
 CONFIG = ModelConfig.from_hf(SHAPE)
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 

@@ -244,6 +244,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "HunYuanDenseV1ForCausalLM": {"use_qk_norm"},
 }
 OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
     "Cohere2ForCausalLM": {"rms_norm_eps": None},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
     "Lfm2ForCausalLM": {"rms_norm_eps": None},
@@ -598,6 +599,51 @@ GRANITE_4_H = {  # Tiny's
 }
 
 
+BAMBA = {  # 9B's
+    "architectures": ["BambaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_layer_indices": [9, 18, 27],
+    "attn_rotary_emb": 64,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "model_type": "bamba",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 128256,
+}
+
+
+def test_bamba_is_read_as_it_is_published() -> None:
+    layers = ModelConfig.from_hf(BAMBA).design.layers
+    attending = [index for index, layer in enumerate(layers) if isinstance(layer.attention, SelfAttention)]
+    assert (len(layers), attending) == (32, [9, 18, 27])
+    assert layers[9].attention.rope.turning(128) == 64
+    assert layers[0].attention == StateSpace(128, 64, 128, 1, 4, conv_bias=True, eps=1e-5, norm_first=False)
+
+
 @pytest.mark.parametrize(("num_experts", "position"), [(64, "nope"), (0, "rope")])
 def test_granite_4_is_read_as_it_is_published(num_experts: int, position: str) -> None:
     own = {"num_local_experts": num_experts, "position_embedding_type": position}
@@ -662,6 +708,9 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "mamba"]}, "layer_types"),
         ("GraniteMoeHybridForCausalLM", {"mamba_proj_bias": True}, "mamba_proj_bias"),
         ("GraniteMoeHybridForCausalLM", {"normalization_function": "layernorm"}, "normalization_function"),
+        ("BambaForCausalLM", {"attn_layer_indices": []}, "attn_layer_indices"),
+        ("BambaForCausalLM", {"attn_rotary_emb": 3}, "attn_rotary_emb"),
+        ("BambaForCausalLM", {"mlp_bias": True}, "mlp_bias"),
         ("FalconH1ForCausalLM", {"mamba_n_heads": 100}, "mamba_n_heads"),
         ("FalconH1ForCausalLM", {"mamba_d_head": 7}, "mamba_d_head"),
         ("FalconH1ForCausalLM", {"mamba_proj_bias": True}, "mamba_proj_bias"),

@@ -14,6 +14,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BambaConfig,
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -155,6 +156,14 @@ FAMILIES = {
 MORE_FAMILIES = {  # which run through fewer tests, since they share code with these
     "apertus": causal(ApertusConfig, rope_parameters=LLAMA3_ROPE),
     "arcee": causal(ArceeConfig),
+    "bamba": causal(
+        BambaConfig,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_expand=1,
+        mamba_d_state=12,
+    ),
     "cohere2": causal(Cohere2Config, sliding_window=96, sliding_window_pattern=3, logit_scale=0.25),
     "deepseek-v2": causal(
         DeepseekV2Config,
@@ -459,7 +468,7 @@ WITH_IMAGES = {
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 GRANITES = ("granite-hybrid", "granite-hybrid-dense")
-STATES = (*DELTA_NETS, "falcon-h1", *GRANITES, "lfm2", "lfm2-moe")
+STATES = (*DELTA_NETS, "bamba", "falcon-h1", *GRANITES, "lfm2", "lfm2-moe")
 IN_TILES = (*LATENT, "falcon-h1", "qwen3-next", "qwen3.5-moe")  # all of whose matrices are in tiles in bfloat16 alone
 IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (

@@ -83,6 +83,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "granite-hybrid": {},
     "granite-hybrid-dense": {},
     "granite-4-attention": {},
+    "bamba": {"num_hidden_layers": 2},
     "lfm2": {},
     "lfm2-moe": {},
     "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2},

@@ -47,6 +47,7 @@ SHAPES = {
     "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
     "granite-hybrid": {"mamba_d_state": 4},
     "granite-hybrid-dense": {"mamba_d_state": 8},
+    "bamba": {"mamba_d_state": 8},
     "lfm2": {},
     "lfm2-moe": {},
 }
