@@ -14,7 +14,7 @@ from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, Generat
 from pdserve.checkpoint.embedding import read_embedding
 from pdserve.checkpoint.hub import repository_of
 from pdserve.checkpoint.published import decoding, read_format
-from pdserve.checkpoint.vocabulary_file import read_vocabulary
+from pdserve.checkpoint.vocabulary_file import content_of, read_vocabulary
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.stacked import apart
@@ -205,7 +205,7 @@ def _end_tokens(
     added = tokenizer_config.get("added_tokens_decoder")
     named = _special_tokens(tokenizer_config).get("eos_token")
     if isinstance(added, Mapping) and named is not None:
-        found = [token_id for token_id, token in added.items() if _content(token) == named]
+        found = [token_id for token_id, token in added.items() if content_of(token) == named]
         if wrong := [token_id for token_id in found if not (token_id.isascii() and token_id.isdecimal())]:
             raise ConfigError(f"tokenizer_config.json: added_tokens_decoder: {wrong[0]!r} is not a token id")
         ends += tuple(map(int, found))
@@ -213,14 +213,8 @@ def _end_tokens(
 
 
 def _special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    contents = {name: _content(tokenizer_config.get(name)) for name in NAMED_TOKENS}
+    contents = {name: content_of(tokenizer_config.get(name)) for name in NAMED_TOKENS}
     return {name: content for name, content in contents.items() if content is not None}
-
-
-def _content(token: object) -> str | None:
-    """Return the text of a token, which is a string or an object with settings."""
-    content = token.get("content") if isinstance(token, Mapping) else token
-    return content if isinstance(content, str) else None
 
 
 def _chat_templates(path: Path, tokenizer_config: Mapping[str, object]) -> dict[str, tuple[Path, str]]:

@@ -137,7 +137,7 @@ def _named(metadata: dict[str, Any], tokenizer_config: Mapping[str, object]) -> 
         tokens[place], types[place], scores[place] = [content], [kind], [0.0]
     keys: dict[str, Any] = {}
     for key, name in NAMED.items():
-        text = _content(tokenizer_config.get(key))
+        text = content_of(tokenizer_config.get(key))
         if text is None:
             continue
         if text not in tokens:
@@ -156,7 +156,7 @@ def _added(tokenizer_config: Mapping[str, object]) -> dict[int, tuple[str, bool]
     if not isinstance(given, Mapping):
         raise ConfigError("added_tokens_decoder: is not an object")
     for token_id, token in given.items():
-        content = _content(token)
+        content = content_of(token)
         if not (token_id.isascii() and token_id.isdecimal()) or content is None or not isinstance(token, Mapping):
             raise ConfigError(f"added_tokens_decoder: {token_id!r} is not a token id with an object for its content")
         if any(token.get(side) for side in ("lstrip", "rstrip", "single_word")):
@@ -165,7 +165,8 @@ def _added(tokenizer_config: Mapping[str, object]) -> dict[int, tuple[str, bool]
     return added
 
 
-def _content(token: object) -> str | None:
+def content_of(token: object) -> str | None:
+    """Return the text of a token, which is a string or an object with settings."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 
