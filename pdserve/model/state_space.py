@@ -127,8 +127,8 @@ class StateSpace:
         heads, by_head, by_feature = (of.heads,), rank.rows(unit), rank.rows(unit * of.head_dim)
         norm = None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,), by_feature)
         wide_norm = None
-        if norm is not None and rank.size > 1 and of.has_wide_norm:
-            wide_norm, norm, output_scale = PartNorm(norm * output_scale, own.eps or 0.0, of.inner_size), None, 1.0
+        if norm is not None and of.eps is not None and of.has_wide_norm and rank.size > 1:
+            wide_norm, norm, output_scale = PartNorm(norm * output_scale, of.eps, of.inner_size), None, 1.0
         found = cls(
             of=own,
             taken=parts.ops.held(taken if rank.size == 1 else rows_of(taken, _taken_by(of, rank))),
