@@ -120,7 +120,7 @@ class CudaRunner:
         """
         config, device = model.config, model.device
         self.groups, self.kv, rows = pages.pool_of(model, num_pages, page_size)
-        self.rank, self.spread = model.rank, pages.spread
+        self.rank, self.spread, self._keep_others = model.rank, pages.spread, pages.keep
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
@@ -178,10 +178,24 @@ class CudaRunner:
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
 
     def _keep_states(self, batch: Batch, sampled: Seq[int], stuck: Collection[int]) -> None:
-        """Write the states behind guesses that were right: the host had to see what is sampled."""
-        if self._attention.states is None or not batch.has_guesses:
+        """Write the states behind guesses that were right, on all ranks: the host had to see what is sampled."""
+        if self._sampler is None or self._attention.states is None or not batch.has_guesses:
             return
-        self._attention.states.commit(batch.num_kept(sampled, stuck))
+        num_kept = batch.num_kept(sampled, stuck)
+        if self._keep_others is not None:
+            self._keep_others(num_kept)
+        self.commit(num_kept)
+
+    @property
+    def has_states(self) -> bool:
+        """Say whether `commit` ends a step with guesses that another rank samples."""
+        return self._attention.states is not None
+
+    @torch.inference_mode()
+    def commit(self, num_kept: Ints | None) -> None:
+        """Write the states behind so many tokens of each chunk of the step that was started last (all: None)."""
+        assert self._attention.states is not None, "others keep none"
+        self._attention.states.commit(num_kept)
         if (written := self._mark()) is not None:
             written.synchronize()
 

@@ -689,7 +689,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
     assert (conv.attention.state_parts, full.mlp) == ((128,), GatedMlp(256, names=("w1", "w3", "w2")))
     config = read(architectures=["Qwen3NextForCausalLM"], num_hidden_layers=48, num_experts=512)
     state = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
-    assert config.design.state_sizes == (state, state, state, 0) * 12
+    assert config.state_sizes == (state, state, state, 0) * 12
 
 
 @pytest.mark.parametrize(
