@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from equal_states import SHAPES
-from guesses_of_ranks import ALONE, DEVICES, FEW, SMALL, assert_guesses_change_no_token, found
+from guesses_of_ranks import ALONE, DEVICES, FEW, OWN, SMALL, assert_guesses_change_no_token, found
 from model_zoo import STATES, prompt, write_model
+from mtp_modules import write_model_with_module
 
 ASKED = [(prompt(70, 1), replace(FEW, max_tokens=5)), (prompt(5, 2), replace(FEW, frequency_penalty=0.1, max_tokens=7))]
 
@@ -28,10 +29,24 @@ def test_parts_of_states_on_devices_change_no_token(family: str, settings: dict[
 
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [ALONE, DEVICES], ids=("one rank", "two"))
-@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1", "lfm2"])
+@pytest.mark.parametrize("family", ["bamba", "falcon-h1", "lfm2"])
 def test_guesses_beside_parts_of_states_change_no_token(
     family: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     folder = write_model(family, tmp_path, **SHAPES[family])
     first, _ = assert_guesses_change_no_token(folder, VARIED, {"method": "ngram"}, **SMALL, **settings)
     assert first.num_guesses > first.num_right > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [OWN, ALONE, DEVICES], ids=("one rank on CPUs", "one", "two"))
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
+def test_a_module_guesses_beside_parts_of_states_what_it_guesses_beside_whole_ones(
+    family: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    folder = write_model_with_module(family, tmp_path, **SHAPES[family])
+    whole, parts = (
+        assert_guesses_change_no_token(folder, VARIED, {"method": "mtp"}, **SMALL, **each) for each in ({}, settings)
+    )
+    assert [each.drafted for each in parts] == [each.drafted for each in whole]
+    assert sum(len(guesses) for _, guesses in parts[0].drafted) > 5
