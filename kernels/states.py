@@ -145,7 +145,8 @@ class PagedStates:
     def recur(self, of: Recurrence, place: int, taken: Tensor) -> Tensor:
         """Return what a layer makes of its inputs: [num_tokens, `of.width`].
 
-        place: of the layer among those with a state, behind those of the slabs before its own. taken: [num_tokens, features].
+        place: of the layer among those with a state, behind those of the slabs before its own.
+        taken: [num_tokens, features].
         """
         plan, num_tokens = self._planned(), len(taken)
         room = len(plan.tokens) if plan.decodes else plan.num_tokens
