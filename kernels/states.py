@@ -102,8 +102,7 @@ class PagedStates:
         require(pool.is_contiguous(), "pool must be contiguous")
         layer, count = spec.kept_inputs + spec.memory, spec.num_slabs
         slab = pool.shape[1] // count
-        states = f"{count} times {spec.num_layers} states of {layer}"
-        require(spec.num_layers * layer <= slab, f"pool has no room for {states}")
+        require(spec.num_layers * layer <= slab, f"pool has no room for {spec.num_places} states of {layer}")
         self._pool, self._spec, self._slab = pool, spec, slab
         slabs = pool[:, : count * slab].view(len(pool), count, slab)
         self._by_layer = slabs[:, :, : spec.num_layers * layer].unflatten(2, (spec.num_layers, layer))

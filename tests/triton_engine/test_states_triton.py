@@ -171,7 +171,7 @@ def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> No
     model, params = loaded(write_model(family, tmp_path, **SHAPES[family])), replace(GREEDY, max_tokens=16)
     plain = answered(Bench(model, 60), params)
     bench = answered(KernelBench(model, 60, "mostly_right", ids(plain.answers)), params)
-    assert_same(bench, plain)
+    assert_same(bench, plain, close=4e-5)  # a CPU with AMX sums in another order
     assert bench.counts["guesses"] > bench.counts["right"] > 5
     assert bench.counts["steps"] < plain.counts["steps"]
 
