@@ -19,7 +19,7 @@ SPLIT = 256  # keys of an item, as in src/attention.h
 TOKENS = 64  # queries of a block, as in src/blocks.c
 LANES = 16
 VALUES = 32  # of a latent that are summed at once
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 1024  # of a row that is both K and V; as in src/attention_pass.h
 CODES: dict[KvCode, int] = {"int8": 2, "fp8_e4m3": 3}  # forms of rows, as src/kv_rows.h numbers them
 MAX_GROUP_DIM = 4096  # of the heads that share K and V: a block's sums, TOKENS floats for each, lie on a thread's stack
@@ -77,12 +77,13 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms over each head of q and of k, before they are rotated or after it."""
+    """RMS norms over each head of q and of k, before they are rotated or after it, and over those of v."""
 
     q: Tensor  # weights: [head_dim]
     k: Tensor
     eps: float
     after_rope: bool = False
+    v: Tensor | None = None  # where each head of v has a norm, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,8 @@ class PagedAttention:
         where = {"x": qkv.data_ptr(), "step": ctypes.addressof(step), "layer": layer, "out": out.data_ptr()}
         placing, norms = Call(kind=Kind.PLACING, rope=rope, **where), weights.norms
         if norms is not None:
-            for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
+            named = {"q_norm": norms.q, "k_norm": norms.k} | ({} if norms.v is None else {"v_norm": norms.v})
+            for name, weight in named.items():
                 require_tensor(name, weight, (step.head_dim,), (dtype,))
                 setattr(placing, name, weight.data_ptr())
             placing.eps, placing.norms_after = norms.eps, norms.after_rope

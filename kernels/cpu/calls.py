@@ -72,7 +72,7 @@ class Call(ctypes.Structure):
         *((name, Size) for name in ("num_heads", "x_head", "bits", "is_float", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
         *((name, Size) for name in ("layer", "rope")),
-        *((name, Pointer) for name in ("q_norm", "k_norm", "sinks")),
+        *((name, Pointer) for name in ("q_norm", "k_norm", "v_norm", "sinks")),
         ("norms_after", Size),
         *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),
         ("mixture", Mixture),

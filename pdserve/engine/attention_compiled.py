@@ -37,7 +37,7 @@ class CompiledAttention:
 
     def __init__(self, calls: Calls, config: ModelConfig, kind: LayerKind, *, with_chunks: bool) -> None:
         """Attend in layers of one kind. with_chunks: whether the kernels serve chunks of several tokens."""
-        self._window = kind.scores.window
+        self._window, config = kind.scores.window, config.with_heads(kind.heads)
         self._ropes, self._rope_of_layer = distinct(kind.ropes)
         scoring = Scoring(config.scale(kind.scores), kind.scores.soft_cap or 0.0)
         self._paged = PagedAttention(kind.kv, config.num_heads, scoring, len(self._ropes), kind.rows)

@@ -62,7 +62,7 @@ class TorchAttention:
     """Plans a step once, then serves each layer of one kind of it."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
-        self._config = config
+        self._config = config = config.with_heads(kind.heads)
         self._ops = TorchOps()
         self._ropes, self._rope_of_layer = distinct(kind.ropes)
         self._grouped = GroupedAttention(config, kind)
@@ -88,6 +88,8 @@ class TorchAttention:
         if step is None:
             raise RuntimeError("run before plan")
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        if qk_norm is not None and qk_norm.v is not None:
+            self._ops.norm_(qkv[:, -num_kv_heads:], RmsNorm(qk_norm.v, qk_norm.eps))
         if qk_norm is not None and not qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
         rope = self._rope_of_layer[layer]
@@ -112,7 +114,7 @@ class GroupedAttention:
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         kv, self._scores = kind.kv, kind.scores
-        self._config = config
+        self._config = config = config.with_heads(kind.heads)
         self._kv_parts, self._page_size = kv.shape[2], kv.shape[4]
         self._rows = kind.rows
         self._scale, self._soft_cap = config.scale(kind.scores), kind.scores.soft_cap

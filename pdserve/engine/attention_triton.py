@@ -17,7 +17,7 @@ from pdserve.engine.layer_kinds import LayerKind
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
 from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
-from pdserve.kernels.pageio import Rotation, Target, rope_write
+from pdserve.kernels.pageio import Rotation, Target, rms_norm, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
 from pdserve.model.rope import distinct
@@ -87,7 +87,8 @@ class TritonAttention:
         prompts: what attends to chunks in place of the kernels. ValueError names what of a model or pool the kernels
         do not serve.
         """
-        self._config, kv = config, kind.kv
+        config, kv = config.with_heads(kind.heads), kind.kv
+        self._config = config
         self._spec = attention_spec(config, kind.scores, kv.shape[4], kv.shape[0], kind.rows)
         # Of latent rows, the last features turn, and the others are the value; of K and V all are both.
         self._turning, self._values = slice(None), slice(None)
@@ -129,6 +130,8 @@ class TritonAttention:
             raise RuntimeError("run before plan")
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads], qkv[:, -num_kv_heads:]
+        if qk_norm is not None and qk_norm.v is not None:
+            v = rms_norm(v.reshape(-1, v.shape[-1]), qk_norm.v, qk_norm.eps).view(v.shape)
         (k_pages, v_pages), turned = self._pages[layer], q
         if self._spec.tail:
             turned, k, v = q[..., self._turning], k[..., self._turning], v[..., self._values]

@@ -5,19 +5,18 @@ A runner's pool has a row of elements for each page. A group of layers sees it a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Chains, Ints, PoolShape
-from pdserve.engine.states import Places, States
+from pdserve.engine.states import States
 from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Attends, Recurs
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Scores
+from pdserve.model.design import Heads, Scores
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup
 from pdserve.model.rope import Rope
@@ -33,6 +32,7 @@ class LayerKind:
     kv: Tensor  # [num_pages, layers of the group, kv_parts, a rank's KV heads, page_size, width of a row]
     ropes: tuple[Rope, ...]  # of each layer of the group
     rows: KvRows
+    heads: Heads | None = None  # of a rank, where those of the model's layers are not alike
 
 
 class KeepsStates(Protocol):
@@ -48,7 +48,7 @@ class KeepsStates(Protocol):
 
 
 A = TypeVar("A", bound=Attends)
-MakesStates = Callable[[Tensor, LayerGroup, Places], KeepsStates]
+MakesStates = Callable[[Tensor, LayerGroup, Sequence[tuple[int, ...]]], KeepsStates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +81,22 @@ def by_layer(
 ) -> ByLayer[A]:
     """Make an attention of each kind of layer that the model's rank has, over the heads that it has.
 
-    kv: a pool of as many pages as its first dimension. rows: of the pool; in the model's type unless given.
+    kv: a pool of as many pages as its first dimension. rows: of the first group; in the model's type unless given.
     """
     config, ropes = model.config, model.ropes
     rows = rows or KvRows(config.head_dim, model.dtype)
-    heads, own_layers = model.rank.kv_heads(config.num_kv_heads), model.rank.layers(config.num_layers)
+    own_layers = model.rank.layers(config.num_layers)
     kinds: dict[tuple[int, Scores], int] = {}
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
         if group.has_states:
-            states = make_states(kv, group, _places(model, kv, group))
+            states = make_states(kv, group, config.design.state_parts)
             continue
-        view = pages_of(kv, config, group, rows.width)
-        view = view if group.num_kv_heads else view[:, :, :, heads]
+        view, own_rows, heads = pages_of(kv, config, group, rows.width), rows, group.heads
+        if not group.num_kv_heads:
+            view = view[:, :, :, model.rank.kv_heads(view.shape[3])]
+        if heads is not None:
+            heads, own_rows = replace(heads, num_kv_heads=view.shape[3]), replace(rows, head_dim=heads.head_dim)
         of_group = tuple([ropes[layer] for layer in group.layers])
         for place, layer in enumerate(group.layers):
             if layer not in own_layers:
@@ -103,18 +106,13 @@ def by_layer(
             scores = attention.scores
             if (number, scores) not in kinds:
                 kinds[number, scores] = len(parts)
-                parts.append(make(LayerKind(number, scores, view, of_group, rows)))
+                parts.append(make(LayerKind(number, scores, view, of_group, own_rows, heads)))
             places[layer] = kinds[number, scores], place
     return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
 
 
-def _places(model: Model, kv: Tensor, group: LayerGroup) -> Places:
-    parts, page = model.rank.kv_heads(model.config.num_state_parts), kv[0].nbytes // torch.float32.itemsize
-    return Places.of(model.config, group, page, parts.stop - parts.start)
-
-
 def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup], width: int) -> tuple[int, ...]:
-    """Return the dimensions of a pool: see `EngineRunner.kv`. width: of a row."""
+    """Return the dimensions of a pool: see `EngineRunner.kv`. width: of a row of the first group."""
     if len(groups) > 1:
         return num_pages, _page_elements(config, groups, width)
     (group,) = groups
@@ -138,22 +136,30 @@ def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]
 def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int) -> int:
     """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
     by_head = groups[0].num_kv_heads  # of a rank with memory of its own: each head has as much of the page
-    token = config.kv_parts * (by_head or config.num_kv_heads) * width  # of a layer
-    own = [group.state_elements or group.num_layers * group.page_size * token for group in groups]
+    own = [
+        group.state_elements or group.num_layers * config.kv_parts * math.prod(_runs(config, group, width))
+        for group in groups
+    ]
     unit = groups[0].page_size * width * (by_head or 1)
     return -(-max(own) // unit) * unit
 
 
 def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup, width: int) -> Tensor:
-    """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
+    """Return a pool as a group of layers sees it: see `LayerKind.kv`. width: of a row of the first group."""
     if kv.dim() > 2:  # of one group
         return kv
-    run = group.page_size, width
+    num_kv_heads, *run = _runs(config, group, width)
     if group.num_kv_heads:  # one behind the other
         of_heads = kv.view(len(kv), group.num_kv_heads, -1)[..., : group.num_layers * config.kv_parts * math.prod(run)]
         return of_heads.view(*of_heads.shape[:2], group.num_layers, config.kv_parts, *run).permute(0, 2, 3, 1, 4, 5)
-    shape = (group.num_layers, config.kv_parts, config.num_kv_heads, *run)
+    shape = (group.num_layers, config.kv_parts, num_kv_heads, *run)
     return kv[:, : math.prod(shape)].view(len(kv), *shape)
+
+
+def _runs(config: ModelConfig, group: LayerGroup, width: int) -> tuple[int, int, int]:
+    """Return how many KV heads a layer of a group has in a page, their tokens, and the elements of a row."""
+    own = config.with_heads(group.heads)
+    return group.num_kv_heads or own.num_kv_heads, group.page_size, width + own.head_dim - config.head_dim
 
 
 def paging_of(groups: Sequence[LayerGroup]) -> Paging:

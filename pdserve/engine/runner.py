@@ -272,11 +272,15 @@ def states_of(model: Model) -> MakesStates:
 
 def compiled_attention(config: ModelConfig, rows: KvRows) -> Callable[[LayerKind], CompiledAttention] | None:
     """Return what makes attention of compiled kernels; None where they do not serve such heads."""
-    loaded, group = library(), config.num_heads // config.num_kv_heads
-    serves_rows = serves(config.head_dim, rows.dtype, config.num_heads if config.is_latent else None)
+    loaded, latent_heads = library(), config.num_heads if config.is_latent else None
+    kinds = config.kinds_of_heads
+    serves_rows = all(serves(each.head_dim, rows.dtype, latent_heads) for each in kinds)
     if isinstance(loaded, Missing) or config.attends_in_torch or not serves_rows:
         return None
-    with_chunks = serves_chunks(config.head_dim, group, rows.dtype, latent=config.is_latent)
+    with_chunks = all(
+        serves_chunks(each.head_dim, each.num_heads // each.num_kv_heads, rows.dtype, latent=config.is_latent)
+        for each in kinds
+    )
     return partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
 
 

@@ -39,12 +39,13 @@ def check_kernels(
         raise ConfigError(f"device: {device} does not serve this model: its kernels have no {lacking} yet")
     try:
         if model.has_states:
-            states_spec(model, page_size, (1, 1))
+            states_spec(model, page_size, 1, 1)
             if dtype not in DTYPES:
                 raise ValueError(f"dtype must be one of {DTYPES} beside states, got {dtype}")
         specs = [
-            attention_spec(model, scores, group.page_size, 1, KvRows(model.head_dim, dtype, code))
+            attention_spec(own, scores, group.page_size, 1, KvRows(own.head_dim, dtype, code))
             for group in layer_groups(model, page_size, powers_of_two=True)
+            for own in [model.with_heads(group.heads)]
             for scores in dict.fromkeys(model.design.scores_of(group.layers))
         ]
         for spec in specs:

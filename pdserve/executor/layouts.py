@@ -37,7 +37,8 @@ def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype
 
 
 def _kv_group(of: LayerGroup, model: ModelConfig) -> KvGroup:
-    heads = (model.num_kv_heads, model.head_dim)
+    own = model.with_heads(of.heads)
+    heads = (own.num_kv_heads, own.head_dim)
     return KvGroup(of.name, len(of.layers), *heads, of.page_size, of.window, model.kv_parts, of.state_elements)
 
 

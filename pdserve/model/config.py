@@ -1,10 +1,11 @@
 """What every model's config.json says, checked and typed, and which family reads the rest of it. Free of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pdserve.base.errors import ConfigError
-from pdserve.model.design import Design, LatentAttention, Scores
+from pdserve.model.design import Design, Heads, LatentAttention, Scores
 from pdserve.model.families import llama
 from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
@@ -17,6 +18,7 @@ from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, OLMOE,
 from pdserve.model.families.falcon_h1 import FALCON_H1
 from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
+from pdserve.model.families.gemma4 import GEMMA_4
 from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.gpt_oss import GPT_OSS
 from pdserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -33,7 +35,6 @@ from pdserve.model.families.smollm3 import SMOLLM3
 from pdserve.model.families.starcoder2 import STARCODER2
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import LongRope
-from pdserve.model.weights import Rank
 from pdserve.model.wrappers import WRAPPERS, text_config
 
 FAMILIES: Mapping[str, Family] = {  # by architecture
@@ -64,6 +65,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
+    "Gemma4ForCausalLM": GEMMA_4,
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
@@ -119,8 +121,8 @@ class ModelConfig:
     hidden_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int  # of latent attention: the width of a row
+    num_kv_heads: int  # where layers have other heads: of those that see all tokens
+    head_dim: int  # the same; of latent attention: the width of a row
     max_position_embeddings: int  # the longest context
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
@@ -128,7 +130,6 @@ class ModelConfig:
     dtype: str | None  # of the checkpoint, where it is named
     design: Design
     num_head_layers: int = 0  # of a drafting head, whose KV lies in pages behind that of these layers
-    num_state_parts: int = 1  # into which pages divide states: one, or one for each KV head
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object]) -> "ModelConfig":
@@ -155,6 +156,8 @@ class ModelConfig:
         if latents := {each for each in design.attentions if isinstance(each, LatentAttention)}:
             (latent,) = latents
             num_kv_heads, head_dim = 1, latent.row_width  # as its absorbed form has them
+        elif design.heads:
+            num_kv_heads, head_dim = _whole_heads(design)
         _check_ropes(fields, design, latent.turning if latents else head_dim)
         read = cls(
             architecture=architecture,
@@ -179,6 +182,20 @@ class ModelConfig:
         """Say whether layers keep one row for a token, of which keys and values are made."""
         return any(isinstance(each, LatentAttention) for each in self.design.attentions)
 
+    def with_heads(self, heads: Heads | None) -> Self:
+        """Return the config that some layers see, which have these heads of keys and values; None: the model's."""
+        return self if heads is None else replace(self, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
+
+    @property
+    def kinds_of_heads(self) -> tuple[Self, ...]:
+        """Return the config as layers of each kind see it."""
+        return tuple(map(self.with_heads, self.design.heads or (None,)))
+
+    @property
+    def has_unlike_heads(self) -> bool:
+        """Say whether layers with a window have other heads of keys and values than those that see all tokens."""
+        return len(self.design.heads) > 1
+
     @property
     def attends_in_torch(self) -> bool:
         """Say whether no kernel serves its attention: windows that begin at multiples of their length."""
@@ -199,13 +216,7 @@ class ModelConfig:
     @property
     def has_states(self) -> bool:
         """Say whether layers keep a state of a sequence, whose size does not depend on how long it is."""
-        return any(each is not None for each in self.design.recurrent)
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Return of each layer how many float32 values a part of a state has; 0: the layer keeps none."""
-        part = Rank(0, self.num_state_parts)
-        return tuple([0 if each is None else sum(each.of_rank(part).state_parts) for each in self.design.recurrent])
+        return any(self.design.state_sizes)
 
     @property
     def kv_parts(self) -> int:
@@ -246,6 +257,14 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
+def _whole_heads(design: Design) -> tuple[int, int]:
+    """Return how many heads of keys and values layers have that see all tokens, and their size."""
+    whole = [index for index, each in enumerate(design.attentions) if each is not None and each.scores.window is None]
+    heads = design.heads_of(whole)
+    assert heads is not None, "they are alike in every family"
+    return heads.num_kv_heads, heads.head_dim
+
+
 def _longest_context(fields: Fields, design: Design) -> int:
     longest, stated = design.longest_context, fields.positive("max_position_embeddings", 2048)
     return stated if longest is None else min(stated, longest)
@@ -253,9 +272,10 @@ def _longest_context(fields: Fields, design: Design) -> int:
 
 def _check_ropes(fields: Fields, design: Design, head_dim: int) -> None:
     """Raise ConfigError if a rope does not fit the heads."""
-    for rope in {each.rope for each in design.attentions if each is not None}:
-        turning = rope.turning(head_dim)
+    for rope, own in {(each.rope, design.heads_of([index])) for index, each in enumerate(design.attentions) if each}:
+        features = head_dim if own is None else own.head_dim
+        turning = rope.turning(features)
         if turning % 2 or (turning == 0 and rope.share > 0.0):
-            raise fields.unsupported("partial_rotary_factor", f"an even number of {head_dim} features")
+            raise fields.unsupported("partial_rotary_factor", f"an even number of {features} features")
         if isinstance(rope.scaling, LongRope) and len(rope.scaling.short_factors) != turning // 2:
             raise ConfigError(f"short_factor: {len(rope.scaling.short_factors)} factors, not {turning // 2}")

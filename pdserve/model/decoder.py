@@ -107,7 +107,7 @@ class Decoder:
     def activation_bytes(self) -> int:
         config = self.config
         copies = 3 if config.is_latent else 2  # of what all heads have: of latents, a product of each head is copied
-        heads = (copies * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        heads = max((copies * each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in config.kinds_of_heads)
         inner = 3 * max(layer.mlp.inner_size for layer in config.design.layers)
         mlps = (layer.mlp for layer in config.design.layers)
         made = (
@@ -208,6 +208,11 @@ def _embedding_scale(of: design.Embedding, dtype: torch.dtype) -> float:
 
 def ropes_of(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
     """Return the rope of each layer; of one without attention, another's."""
-    configs = [None if each is None else each.rope for each in config.design.attentions]
-    ropes = {each: Rope(config.rope_dim, each, device) for each in dict.fromkeys(configs) if each is not None}
-    return tuple(next(iter(ropes.values())) if each is None else ropes[each] for each in configs)
+    of = config.design
+    kinds = [None if each is None else (each.rope, of.heads_of([i])) for i, each in enumerate(of.attentions)]
+    ropes = {
+        kind: Rope(config.with_heads(kind[1]).rope_dim, kind[0], device)
+        for kind in dict.fromkeys(kinds)
+        if kind is not None
+    }
+    return tuple(next(iter(ropes.values())) if kind is None else ropes[kind] for kind in kinds)

@@ -53,6 +53,7 @@ class HeadNorms:
     after_rope: bool = False
     plus: float = 0.0  # to the weights
     has_weights: bool = True
+    of_values: bool = False  # over each head of v, too, without weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,14 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of keys and values of a layer; as many queries have heads of the same size in all layers."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class SelfAttention:
     """The attention of a layer: its matrices, what happens to q and k before they meet, and what then."""
 
@@ -88,6 +97,8 @@ class SelfAttention:
     scores: Scores = Scores()
     gated: bool = False  # each head's queries come with a gate, whose sigmoid multiplies what the head attends to
     num_inputs: int = 1  # rows of the hidden size that lie side by side in what q, k and v are made of
+    heads: Heads | None = None  # where layers with a window have others than those that see all tokens
+    has_values: bool = True  # the file has `v_proj`; else values are keys before their norm and their rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +217,7 @@ class Sequential:
     around_mlp: Around = Around("post_attention_layernorm")
     mlp_name: str = "mlp"  # of an MLP that is no mixture
     residual_scale: float = 1.0  # of what attention and MLP add; only where no norm comes after them
+    scalar: str | None = None  # the name of a learnt number that multiplies what the layer returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +277,18 @@ class Design:
         """Return the attention of each layer, where it has one."""
         return tuple(_attention(layer.attention) for layer in self.layers)
 
+    @property
+    def heads(self) -> frozenset[Heads]:
+        """Return the heads of its layers, where they are not alike."""
+        own = (each.heads for each in self.attentions if isinstance(each, SelfAttention))
+        return frozenset([each for each in own if each is not None])
+
+    def heads_of(self, layers: Iterable[int]) -> Heads | None:
+        """Return the heads that layers of one group have alike, where the model's layers are not alike."""
+        attentions = self.attentions
+        own = {each.heads for layer in layers if isinstance(each := attentions[layer], SelfAttention)}
+        return next(iter(own)) if len(own) == 1 else None
+
     def scores_of(self, layers: Iterable[int]) -> list[Scores]:
         """Return what becomes of scores in those of some layers that have attention."""
         attentions = self.attentions
@@ -278,6 +302,16 @@ class Design:
             each.space if isinstance(each, Beside) else each if isinstance(each, Recurrent | StateSpace) else None
             for each in found
         )
+
+    @property
+    def state_parts(self) -> tuple[tuple[int, ...], ...]:
+        """Return of each layer the parts of its state (`state_design`)."""
+        return tuple(() if each is None else each.state_parts for each in self.recurrent)
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Return of each layer how many float32 values a sequence has whatever its length; 0: none."""
+        return tuple(map(sum, self.state_parts))
 
     @property
     def longest_context(self) -> int | None:

@@ -1,9 +1,9 @@
 """Which layers of a model keep their KV in pages of their own, so that pages may leave a window. Free of torch.
 
 All pages of a pool have the same number of bytes (`protocol.paging`). Layers that see all tokens come first. Layers
-with a window come second if their pages can be filled: where there are r times as many of them, a page of the first
-group holds r times as many tokens. Other layers with windows stay in the first group: what they see is the same, but
-their pages are kept.
+with a window come second if their pages can be filled: where a token takes r times as many bytes in them, a page of the
+first group holds r times as many tokens. Other layers with windows stay in the first group: what they see is the same,
+but their pages are kept.
 
 Layers that keep a state of a sequence are a group, too (`engine/states.py`). Its page holds one state, so pages of the
 first group hold as many tokens as take the bytes of a state. A layer may be in both groups.
@@ -12,8 +12,10 @@ first group hold as many tokens as take the bytes of a state. A layer may be in 
 import math
 from dataclasses import replace
 
+from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
 from pdserve.model.config import ModelConfig
+from pdserve.model.design import Heads
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import MOST_UNUSED
 
@@ -32,7 +34,8 @@ class LayerGroup:
     window: int | None = None  # that all of them have; None: their pages are kept
     state_elements: int = 0  # of a page, of two bytes; 0: it has a row for each token
     num_head_layers: int = 0  # of a drafting head, behind these
-    num_kv_heads: int = 0  # in these pages, of a rank with memory of its own; 0: all that the model has
+    num_kv_heads: int = 0  # in these pages, of a rank with memory of its own; 0: all that the layers have
+    heads: Heads | None = None  # of these layers, where the model's are not alike
 
     @property
     def num_layers(self) -> int:
@@ -56,38 +59,51 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
     full = tuple(place for place, window in enumerate(of_layers) if window is None)
     sliding = tuple(place for place, window in enumerate(of_layers) if window is not None)
     if full and len(found) == 1:
-        num_full = len(full) + config.num_head_layers
-        ratio = max(1, round(len(sliding) / num_full))
+        num_full = _features(config, full) + config.num_head_layers * config.num_kv_heads * config.head_dim
+        num_sliding = _features(config, sliding)
+        ratio = max(1, round(num_sliding / num_full))
         if powers_of_two:
             ratio = 1 << round(math.log2(ratio))
             page_size = min(page_size, LARGEST_POWER // ratio)
-        larger, smaller = max(ratio * num_full, len(sliding)), min(ratio * num_full, len(sliding))
-        if smaller >= larger * (1 - MOST_UNUSED):
+        larger, smaller = max(ratio * num_full, num_sliding), min(ratio * num_full, num_sliding)
+        heads = config.design.heads_of(full), config.design.heads_of(sliding)
+        if smaller >= larger * (1 - MOST_UNUSED) and _are_whole(config, heads, ratio):
             (window,) = found
             return (
-                LayerGroup("full", full, ratio * page_size, num_head_layers=config.num_head_layers),
-                LayerGroup("window", sliding, page_size, window),
+                LayerGroup("full", full, ratio * page_size, None, 0, config.num_head_layers, heads=heads[0]),
+                LayerGroup("window", sliding, page_size, window, heads=heads[1]),
             )
+    if config.has_unlike_heads:
+        raise ConfigError("layer_types: layers with heads of two sizes are served where both fill pages of equal bytes")
     every = tuple(range(config.num_layers))
     return (LayerGroup("full", every, page_size, num_head_layers=config.num_head_layers),)
+
+
+def _features(config: ModelConfig, layers: tuple[int, ...]) -> int:
+    """Return the features of keys of a token in layers that have the same heads."""
+    own = config.with_heads(config.design.heads_of(layers))
+    return len(layers) * own.num_kv_heads * own.head_dim
+
+
+def _are_whole(config: ModelConfig, heads: tuple[Heads | None, Heads | None], ratio: int) -> bool:
+    """Say whether rows of a second group are whole where pages end with rows of a first one, `ratio` times as many."""
+    first, second = (config.with_heads(each).head_dim for each in heads)
+    return ratio * first % second == 0
 
 
 def held_by(rank: Rank, config: ModelConfig, groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
     """Return what a rank with memory of its own has of a model's groups: its layers, and its KV heads of each."""
     own, heads = rank.layers(config.num_layers), rank.kv_heads(config.num_kv_heads)
-    count, held = heads.stop - heads.start, list[LayerGroup]()
-    for group in groups:
-        layers = tuple([layer for layer in group.layers if layer in own])
-        elements = group.state_elements // config.num_kv_heads * count
-        held.append(replace(group, layers=layers, num_kv_heads=count, state_elements=elements))
-    return tuple(held)
+    layers = [tuple([layer for layer in group.layers if layer in own]) for group in groups]
+    held = {"num_kv_heads": heads.stop - heads.start}
+    return tuple([replace(group, layers=of, **held) for group, of in zip(groups, layers, strict=True)])
 
 
 def _with_states(config: ModelConfig, page_size: int, *, powers_of_two: bool) -> tuple[LayerGroup, ...]:
     """Return the groups of a model some of whose layers keep a state."""
-    sizes, attentions = config.state_sizes, config.design.attentions
+    sizes, attentions = config.design.state_sizes, config.design.attentions
     full = tuple(place for place, each in enumerate(attentions) if each is not None)
-    elements = STATE_ITEM * config.num_state_parts * sum(sizes)
+    elements = STATE_ITEM * sum(sizes)
     num_heads = config.num_head_layers
     token = (len(full) + num_heads) * config.kv_parts * config.num_kv_heads * config.head_dim
     needed = -(-elements // token)

@@ -1,7 +1,7 @@
 """A model's layers, loaded: each computes what its `design` says, over the operations of a device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -71,6 +71,7 @@ class SelfAttention:
     @classmethod
     def build(cls, of: design.SelfAttention, parts: Parts, other: Matrix | None = None) -> Self:
         """other: a matrix whose inputs come behind those of `o`."""
+        parts = replace(parts, config=parts.config.with_heads(of.heads))
         config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
         head_dim, features = config.head_dim, order(config.head_dim, of.rope)
         unit = rank.query_unit(config.num_heads, config.num_kv_heads)
@@ -173,9 +174,13 @@ class Sequential:
     mlp: Mlp
     after_mlp: RmsNorm | None
     residual_scale: float
+    scalar: float  # of what the layer returns
 
     def forward(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Return the layer's output of `rows`, or of all tokens. index: the layer's place. hidden is overwritten."""
+        return ops.scaled(self._forward(ops, attention, index, hidden, rows), self.scalar)
+
+    def _forward(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
         mixed = self.attention.mixed(ops, attention, index, _normed(ops, hidden, self.before_attention))
         hidden, mixed = _chosen(hidden, rows), _chosen(mixed, rows)
         if len(hidden) == 0:
@@ -204,6 +209,7 @@ class Sequential:
             mlp=_mlp(of.mlp, parts, of.mlp_name),
             after_mlp=parts.after(second.after, of.norm),
             residual_scale=of.residual_scale,
+            scalar=1.0 if of.scalar is None else float(parts.tensors.take(f"{parts.prefix}{of.scalar}", (1,))),
         )
 
 
@@ -274,12 +280,15 @@ def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list
     kv_rows = parts.rank.kv_rows(config.num_kv_heads, config.head_dim)
     shards = {"q": parts.rank.rows(unit * each_query), "k": kv_rows, "v": kv_rows}
     if not of.fused:
-        return [
-            tensors.take_matrix(f"{prefix}{each}_proj", width, hidden, bias=of.qkv_bias, shard=shards[each])
-            for each, width in widths.items()
+        names = "qkv" if of.has_values else "qk"
+        matrices = [
+            tensors.take_matrix(f"{prefix}{each}_proj", widths[each], hidden, bias=of.qkv_bias, shard=shards[each])
+            for each in names
         ]
+        return matrices if of.has_values else [*matrices, matrices[-1]]
     fused = tensors.take_matrix(f"{prefix}qkv_proj", sum(widths.values()), hidden, bias=of.qkv_bias)
-    matrices, first = [], 0
+    matrices = list[Matrix]()
+    first = 0
     for each, width in widths.items():
         shard = shards[each]
         span = slice(0, width) if shard is None else shard.span(f"{prefix}qkv_proj", width)
@@ -306,13 +315,13 @@ def _qk_norm(
         return None
     config, tensors = parts.config, parts.tensors
     if isinstance(of, design.HeadNorms):
+        ones = torch.ones(config.head_dim, dtype=tensors.dtype, device=tensors.device)
         if not of.has_weights:
-            ones = torch.ones(config.head_dim, dtype=tensors.dtype, device=tensors.device)
             return QkNorm(ones, ones, of.eps, of.after_rope)
         q, k = (tensors.take(f"{prefix}{name}.weight", (config.head_dim,), plus=of.plus) for name in (of.q, of.k))
         if features is not None:
             q, k = q[features], k[features]
-        return QkNorm(q, k, of.eps, of.after_rope)
+        return QkNorm(q, k, of.eps, of.after_rope, ones if of.of_values else None)
     return WideNorm(*_wide_norms(of, parts, prefix, features))
 
 

@@ -22,7 +22,7 @@ class Rope:
 
     def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
         turning = config.turning(head_dim)
-        frequencies, scale = _frequencies(turning, config)
+        frequencies, scale = _frequencies(turning, head_dim if config.is_cut else turning, config)
         still = (head_dim - turning) // 2
         self._frequencies = torch.cat((frequencies, torch.zeros(still))).to(device)
         self._growth = config.growth
@@ -64,6 +64,8 @@ def distinct(ropes: Sequence[Rope]) -> tuple[list[Rope], list[int]]:
 
 def order(head_dim: int, config: RopeConfig) -> Tensor | None:
     """Return which of a checkpoint's features each feature of a head is; None: they are in order already."""
+    if config.is_cut:
+        return None
     half, turning = head_dim // 2, config.turning(head_dim)
     features, still = torch.arange(turning), torch.arange(turning, head_dim)
     pairs = features.view(-1, 2).t() if config.interleaved else features.view(2, -1)
@@ -78,9 +80,12 @@ def rotate_(heads: Tensor, angles: Angles) -> None:
     torch.addcmul(heads * cosines, heads.roll(heads.shape[-1] // 2, -1), sines, out=heads)
 
 
-def _frequencies(turning: int, config: RopeConfig) -> tuple[Tensor, float]:
-    """Return radians per position, float32 [turning / 2], and the factor on cosine and sine."""
-    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / max(turning, 1)
+def _frequencies(turning: int, width: int, config: RopeConfig) -> tuple[Tensor, float]:
+    """Return radians per position, float32 [turning / 2], and the factor on cosine and sine.
+
+    width: over how many features frequencies fall to 1 / theta.
+    """
+    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / max(width, 1)
     plain = 1.0 / (config.theta**exponents)
     match config.scaling:
         case None:

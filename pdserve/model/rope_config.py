@@ -72,10 +72,11 @@ class RopeConfig:
     share: float = 1.0  # of a head's features that turn: its first ones
     interleaved: bool = False  # features 2i and 2i + 1 turn together; else i and i + half of those that turn
     growth: Growth | None = None  # of queries
+    is_cut: bool = False  # a rope of whole heads, of which only the fastest features turn, and those half a head on
 
     def turning(self, head_dim: int) -> int:
         """Return how many features of a head turn."""
-        return int(head_dim * self.share)
+        return 2 * int(head_dim * self.share // 2) if self.is_cut else int(head_dim * self.share)
 
     @property
     def longest_context(self) -> int | None:

@@ -36,20 +36,11 @@ def check_divides(config: ModelConfig, degrees: Degrees) -> None:
     mlps = [layer.mlp for layer in config.design.layers]
     if any(isinstance(mlp, Experts) and mlp.expert.inner_size % 2 for mlp in mlps):
         raise _refusal(size, "an odd number of features of each expert is not divided between ranks yet")
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if size > kv_heads and (size % kv_heads or heads % size):
-        raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")
-
-
-def check_state_parts(config: ModelConfig, num_ranks: int) -> None:
-    """Raise ConfigError unless states can be divided by KV heads, and each rank has as many of these."""
-    count = config.num_kv_heads
-    if count % num_ranks:
-        reason = f"{count} KV heads of a model with states are not divided evenly"
-        raise _refusal(num_ranks, f"{reason} in memory of each rank's own")
-    if not all(each is None or each.has_equal_parts(count) for each in config.design.recurrent):
-        kind = f"a model whose states are not divided evenly by its {count} KV heads"
-        raise ConfigError(f"rank_memory: own is not served for {kind}")
+    heads = config.num_heads
+    for kv_heads in {own.num_kv_heads for own in config.kinds_of_heads}:
+        divides = size % kv_heads == 0 if size > kv_heads else kv_heads % size == 0 or not config.has_unlike_heads
+        if not divides or (heads % size and (size > kv_heads or config.has_unlike_heads)):
+            raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")
 
 
 def _check_recurrent(of: Recurrent | StateSpace | None, size: int) -> None:

@@ -18,6 +18,9 @@ OTHERS = (
     "vision_tower.",
     "visual.",
     "multi_modal_projector.",
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
 )  # of tensors of the other parts, after `model.` or without it
 
 
@@ -36,6 +39,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
         {"gemma3_text": "Gemma3ForCausalLM"},
         ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"),
         {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072},
+    ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        {"gemma4_text": "Gemma4ForCausalLM"},
+        (
+            *("audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index"),
+            *("eoi_token_id", "image_token_id", "video_token_id", "vision_config", "vision_soft_tokens_per_image"),
+        ),
     ),
     "Llama4ForConditionalGeneration": Wrapper(
         {"llama4_text": "Llama4ForCausalLM"},

@@ -103,8 +103,9 @@ def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tens
 
 
 GRID = [
-    *product([torch.float32, torch.bfloat16], [16, 48, 64, 80, 96, 128, 256], [(6, 2)], [16]),
+    *product([torch.float32, torch.bfloat16], [16, 48, 64, 80, 96, 128, 256, 512], [(6, 2)], [16]),
     *product([torch.bfloat16], [64, 128], HEADS, [16]),
+    (torch.bfloat16, 512, (8, 1), 16),
     *product([torch.float32], [64], [(6, 2)], [1, 4, 7, 64, 1000]),
 ]
 
@@ -123,6 +124,7 @@ def test_each_row_is_the_formula_over_its_own_keys(
         *product([torch.float32, torch.bfloat16], [64, 80], [(6, 2)]),
         (torch.float32, 128, (8, 2)),
         (torch.bfloat16, 256, (5, 1)),
+        (torch.bfloat16, 512, (8, 1)),
     ],
 )
 def test_vectors_of_any_width_attend_alike(

@@ -81,7 +81,8 @@ def checked(loaded: ctypes.CDLL, prompts: Prompts, window: int | None = None) ->
 @pytest.mark.parametrize(
     ("head_dim", "heads", "page_size"),
     [
-        *product([32, 64, 96, 128, 160, 256], [(6, 2)], [16]),
+        *product([32, 64, 96, 128, 160, 256, 512], [(6, 2)], [16]),
+        (512, (8, 1), 16),
         *product([64], [(1, 1), (9, 3), (14, 2), (10, 1)], [16]),
         *product([64], [(6, 2)], [1, 7, 64, 1000]),
     ],
@@ -102,7 +103,7 @@ def test_chunks_attend_in_pages_that_are_laid_out_otherwise(
     checked(loaded, prompts, 50)
 
 
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, (9, 3)), (96, (6, 2)), (256, (2, 1))])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (9, 3)), (96, (6, 2)), (256, (2, 1)), (512, (2, 1))])
 def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, head_dim: int, heads: tuple[int, int]) -> None:
     checked(narrow, Prompts(head_dim, heads, 16, SPANS), 50)
 

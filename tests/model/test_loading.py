@@ -27,6 +27,7 @@ SHAPE = {
 }
 HYBRID = {
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 4},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
 }
 CONFIG = ModelConfig.from_hf(SHAPE)

@@ -221,6 +221,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "DeepseekV3ForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "Gemma2ForCausalLM": {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar"},
+    "Gemma4ForCausalLM": {"final_logit_softcapping"},
     "Glm4MoeLiteForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "Glm4MoeForCausalLM": {"n_routed_experts", "use_qk_norm"},
     "FalconH1ForCausalLM": {"embedding_multiplier"},
@@ -246,6 +247,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
 OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
     "BambaForCausalLM": {"attn_layer_indices": [1]},
     "Cohere2ForCausalLM": {"rms_norm_eps": None},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
     "Lfm2ForCausalLM": {"rms_norm_eps": None},
     "Lfm2MoeForCausalLM": {"rms_norm_eps": None},
@@ -689,7 +691,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
     assert (conv.attention.state_parts, full.mlp) == ((128,), GatedMlp(256, names=("w1", "w3", "w2")))
     config = read(architectures=["Qwen3NextForCausalLM"], num_hidden_layers=48, num_experts=512)
     state = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
-    assert config.state_sizes == (state, state, state, 0) * 12
+    assert config.design.state_sizes == (state, state, state, 0) * 12
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ def assert_right(checkpoint: Checkpoint, found: list[list[int]]) -> None:
         ("olmo2", 4, {}),
         ("qwen2", 2, {}),
         ("qwen3", 2, {}),
+        ("gemma4", 2, {}),
+        ("gemma4", 4, {}),
         ("lfm2", 4, {}),
         ("qwen3.5", 4, {"linear_num_key_heads": 4}),
         ("qwen3.5", 3, {**NINE_HEADS, "linear_num_key_heads": 5, "linear_num_value_heads": 10}),  # one head, and two
@@ -107,7 +109,8 @@ def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("family", "num_stages"), [(LLAMA, 2), (LLAMA, 3), ("qwen3", 2), ("gemma3", 2), ("gemma3", 4), ("qwen3-moe", 2)]
+    ("family", "num_stages"),
+    [(LLAMA, 2), (LLAMA, 3), ("qwen3", 2), ("gemma3", 2), ("gemma3", 4), ("gemma4", 2), ("qwen3-moe", 2)],
 )
 def test_pipeline_stages_draw_the_tokens_of_one_rank_and_of_transformers(
     opened: Callable[..., Checkpoint], family: str, num_stages: int

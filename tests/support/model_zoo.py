@@ -25,6 +25,8 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -133,6 +135,19 @@ CHUNKED = {  # of Llama 4
     "attn_scale": 0.5,
     "no_rope_layer_interval": 3,
     "rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 64},
+}
+
+GEMMA_4 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_hidden_layers": 6,
+    "sliding_window": 96,
+    "final_logit_softcapping": 20.0,
 }
 
 # Pages of the layers that see all tokens have fewer bytes than those of the other layers.
@@ -246,6 +261,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         },
         tie_word_embeddings=False,
     ),
+    "gemma4": causal(Gemma4TextConfig, **GEMMA_4, tie_word_embeddings=False),
     "glm4-lite": causal(
         Glm4MoeLiteConfig,
         q_lora_rank=24,
@@ -446,6 +462,7 @@ def seeing(
 
 WITH_IMAGES = {
     "gemma3-images": seeing(Gemma3Config, "gemma3_text", "siglip_vision_model", head_dim=32, sliding_window=96),
+    "gemma4-images": seeing(Gemma4Config, "gemma4_text", "gemma4_vision", **GEMMA_4, pad_token_id=0),
     "qwen3.5-images": seeing(
         Qwen3_5Config,
         "qwen3_5_text",
@@ -503,6 +520,8 @@ def write_model(family: str, folder: Path, **shape: int) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     model.save_pretrained(folder)
     _write_tokenizer(folder / "tokenizer.json")
     return folder

@@ -97,6 +97,7 @@ def test_other_types_are_refused(tmp_path: Path, asked: str, problem: str) -> No
     [
         ("deepseek-v3", "latent rows", 1),
         ("deepseek-v3", "latent rows", 2),
+        ("gemma4", "heads of two sizes", 1),
         ("lfm2", "states", 1),
         ("llama4", "attention that torch computes", 1),
         ("llama4", "attention that torch computes", 2),

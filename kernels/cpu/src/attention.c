@@ -29,7 +29,7 @@ INLINE void rotate_head(char *head, const float *cos_sin, int64_t half, int type
     }
 }
 
-/* Norms and rotates q and k of one token in place, and writes its K and V into its page. */
+/* Norms and rotates q and k of one token in place, norms v, and writes its K and V into its page. */
 INLINE void place_token(const struct call *call, int64_t token, const char *const *norms, int type) {
     const struct step *step = call->step;
     int64_t dim = step->head_dim, bytes = dim * size_of(type), queries = step->num_heads, kv_heads = step->num_kv_heads;
@@ -46,6 +46,8 @@ INLINE void place_token(const struct call *call, int64_t token, const char *cons
         if (weight && call->norms_after)
             norm_row(at, at, weight, dim, eps, type);
     }
+    for (int64_t head = queries + kv_heads; norms[2] && head < queries + 2 * kv_heads; head++)
+        norm_row(heads + head * bytes, heads + head * bytes, norms[2], dim, eps, type);
     int64_t page = step->targets[2 * token], slot = step->targets[2 * token + 1];
     for (int64_t which = 0; which < step->parts; which++)
         for (int64_t head = 0; head < kv_heads; head++) {
@@ -146,7 +148,7 @@ int64_t pdserve_units_ranges(const struct call *call, int64_t rows) { return (vo
 int64_t pdserve_units_combining(const struct call *call, int64_t rows) { return (void)rows, call->step->num_rows; }
 
 void pdserve_placing(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
-    const char *const norms[2] = {call->q_norm, call->k_norm};
+    const char *const norms[3] = {call->q_norm, call->k_norm, call->v_norm};
     (void)rows;
     for (int64_t token = begin; token < end; token++) {
         if (call->step->type == FLOAT32)

@@ -48,9 +48,9 @@ struct call {
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer, rope;         /* rope: of the step's */
-    const void *q_norm, *k_norm; /* [head_dim], or NULL */
-    const float *sinks;          /* [num_heads], or NULL: scores that join each softmax, without values */
-    int64_t norms_after;         /* whether these come after the rotation */
+    const void *q_norm, *k_norm, *v_norm; /* [head_dim], or NULL */
+    const float *sinks;                   /* [num_heads], or NULL: scores that join each softmax, without values */
+    int64_t norms_after;                  /* whether those of q and k come after the rotation */
     double eps;
     double scale;              /* of a product's results, before the residual is added; of rows that are looked up */
     double cap;                /* c of c * tanh(result / c), after the scale; 0: none */
