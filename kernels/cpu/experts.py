@@ -93,10 +93,10 @@ class ExpertTiles:
 
 @dataclass(frozen=True, slots=True)
 class TiledExperts:
-    """The MLPs down(activation(gate(x)) * up(x)) of all experts, and their router."""
+    """The MLPs down(activation(gate(x)) * up(x)) of all experts, or down(activation(up(x))), and their router."""
 
     router: Router
-    gate_up: ExpertTiles
+    gate_up: ExpertTiles  # not gated: ups alone
     activation: Activation
     down: ExpertTiles
     counts: Tensor  # int64 [num_experts]: rows that have chosen each so far; each step adds its own
@@ -132,19 +132,24 @@ def mix(
     residual: Tensor | None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return the sum of what a row's experts make of it, by weights, times `scale`: [num_rows, hidden_size] as x.
+    """Return the sum of what a row's experts make of it, by weights, times `scale`: [num_rows, experts' inputs] as x.
 
-    The result is added to the residual, which it overwrites, if there is one. What experts make is summed in float32.
+    x: what the router takes, and behind it what experts take where that is something else. The result is added to the
+    residual, which it overwrites, if there is one. What experts make is summed in float32.
     """
-    require_tensor("x", x, (None, experts.router.weight.shape[1]), (experts.router.weight.dtype,))
+    of_router, inputs = experts.router.weight.shape[1], experts.gate_up.inputs
+    width = of_router if x.shape[-1] <= of_router else of_router + inputs
+    require_tensor("x", x, (None, width), (experts.router.weight.dtype,))
+    require(width > of_router or inputs == of_router, f"x: experts take {inputs} features, the router {of_router}")
     for name, each in (("residual", residual), ("shared", None if shared is None else shared.made)):
         if each is not None:
-            require_tensor(name, each, tuple(x.shape), (x.dtype,))
-    logits = _logits(calls, x, experts.router.weight, experts.router.logits_bias)
+            require_tensor(name, each, (len(x), inputs), (x.dtype,))
+    routed, taken = x[:, :of_router], x[:, width - inputs :]
+    logits = _logits(calls, routed, experts.router.weight, experts.router.logits_bias)
     step = _Step.begun(calls, logits, experts)
-    inner = step.product(step.gathered(x, experts.gate_up), experts.gate_up, experts.activation)
+    inner = step.product(step.gathered(taken, experts.gate_up), experts.gate_up, experts.activation)
     made = step.product(step.coded(inner, experts.down), experts.down)
-    return step.summed(made, x, shared, residual, scale)
+    return step.summed(made, routed, shared, residual, scale)
 
 
 def _logits(calls: Calls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -222,11 +227,11 @@ class _Step:
         return codes
 
     def product(self, slots: Tensor, tiles: ExpertTiles, activation: Activation | None = None) -> Tensor:
-        """Multiply each expert's slots with its matrix, gated if there is an activation; else in float32, if it can be.
+        """Multiply each expert's slots with its matrix; without an activation in float32, if it can be.
 
         slots: in codes where weights are.
         """
-        dtype = tiles.dtype if tiles.gated or tiles.bias is not None else torch.float32
+        dtype = tiles.dtype if activation is not None or tiles.bias is not None else torch.float32
         out = self.calls.empty(self.num_slots, tiles.width, dtype)
         call = Call(
             kind=Kind.EXPERTS, type=DTYPES[tiles.dtype], out_type=DTYPES[dtype], out=out.data_ptr(),

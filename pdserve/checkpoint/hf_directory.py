@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FIRST_OF_BODY = "embed_tokens.weight"
+USUAL = {  # what names of tensors become that begin as Nemotron-H's do
+    "backbone.embeddings.": "model.embed_tokens.",
+    "model.embeddings.": "model.embed_tokens.",
+    "backbone.": "model.",
+}
 PICKLED = ("*.bin", "*.pt", "*.pth")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -133,9 +138,14 @@ def _has_index(path: Path) -> bool:
 
 def whole(weights: Weights) -> Weights:
     """Return tensors by the names of a whole model. Embedding models are often saved without their head's part."""
-    if FIRST_OF_BODY not in weights:
-        return weights
-    return {name if name.startswith("lm_head.") else f"model.{name}": stored for name, stored in weights.items()}
+    if FIRST_OF_BODY in weights:
+        return {name if name.startswith("lm_head.") else f"model.{name}": stored for name, stored in weights.items()}
+    return {_usual(name): stored for name, stored in weights.items()}
+
+
+def _usual(name: str) -> str:
+    old = next((each for each in USUAL if name.startswith(each)), "")
+    return USUAL.get(old, "") + name.removeprefix(old)
 
 
 class _Slice(Protocol):

@@ -59,7 +59,7 @@ def _lacking(model: ModelConfig) -> str:
     """Return what a model needs that no kernel computes; empty: nothing."""
     if model.attends_in_torch:
         return "windows that begin at multiples of their length"
-    experts = [layer.mlp for layer in model.design.layers if isinstance(layer.mlp, Experts)]
+    experts = [mlp for mlp in model.design.mlps if isinstance(mlp, Experts)]
     return "experts whose inputs are weighed" if any(each.weighs_inputs for each in experts) else ""
 
 

@@ -26,6 +26,7 @@ from pdserve.model.families.hunyuan import HUNYUAN
 from pdserve.model.families.lfm2 import LFM2, LFM2_MOE
 from pdserve.model.families.llama4 import LLAMA_4
 from pdserve.model.families.nemotron import NEMOTRON
+from pdserve.model.families.nemotron_h import NEMOTRON_H
 from pdserve.model.families.olmo2 import OLMO2, OLMO3
 from pdserve.model.families.phi import PHI
 from pdserve.model.families.phi3 import PHI3
@@ -77,6 +78,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "NemotronForCausalLM": NEMOTRON,
+    "NemotronHForCausalLM": NEMOTRON_H,
     "OlmoeForCausalLM": OLMOE,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -163,7 +165,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=fields.positive("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=fields.num_layers,
+            num_layers=len(design.layers),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

@@ -15,6 +15,7 @@ from pdserve.model import design
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import TensorSource
+from pdserve.model.latent_experts import LatentExperts
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.mlp import CompiledExperts, Experts
 from pdserve.model.ops import DeviceOps, Held, Linear, Norm, Ops, weight_bytes
@@ -101,15 +102,17 @@ class Decoder:
             yield from layer.matrices()
 
     def expert_counts(self) -> list[Tensor]:
-        mlps = [layer.mlp.experts if isinstance(layer.mlp, CompiledExperts) else layer.mlp for layer in self.layers]
-        return [mlp.counts for mlp in mlps if isinstance(mlp, Experts | TiledExperts)]
+        found = (layer.mlp for layer in self.layers)
+        mlps = [mlp.mixture if isinstance(mlp, LatentExperts) else mlp for mlp in found]
+        mixtures = (mlp.experts if isinstance(mlp, CompiledExperts) else mlp for mlp in mlps)
+        return [each.counts for each in mixtures if isinstance(each, Experts | TiledExperts)]
 
     def activation_bytes(self) -> int:
         config = self.config
         copies = 3 if config.is_latent else 2  # of what all heads have: of latents, a product of each head is copied
         heads = max((copies * each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in config.kinds_of_heads)
-        inner = 3 * max(layer.mlp.inner_size for layer in config.design.layers)
-        mlps = (layer.mlp for layer in config.design.layers)
+        mlps = config.design.mlps
+        inner = 3 * max((mlp.inner_size for mlp in mlps), default=0)
         made = (
             4
             * config.hidden_size
@@ -120,8 +123,9 @@ class Decoder:
         return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize + made + states  # experts', in float32
 
     def bytes_read(self, num_rows: int) -> int:
-        attentions = sum(weight_bytes(each) for layer in self.layers for each in layer.attention.matrices())
-        mlps = sum(layer.mlp.bytes_read(num_rows) for layer in self.layers)
+        mixers = (layer.attention for layer in self.layers if layer.attention is not None)
+        attentions = sum(weight_bytes(each) for mixer in mixers for each in mixer.matrices())
+        mlps = sum(layer.mlp.bytes_read(num_rows) for layer in self.layers if layer.mlp is not None)
         embedded = 0 if self.embedding is None else weight_bytes(self.embedding) * num_rows // self.config.vocab_size
         return embedded + attentions + mlps + (0 if self.lm_head is None else weight_bytes(self.lm_head))
 

@@ -99,6 +99,7 @@ class SelfAttention:
     num_inputs: int = 1  # rows of the hidden size that lie side by side in what q, k and v are made of
     heads: Heads | None = None  # where layers with a window have others than those that see all tokens
     has_values: bool = True  # the file has `v_proj`; else values are keys before their norm and their rope
+    block: str = "self_attn"  # within a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,9 @@ class PlainMlp:
     down: str = "down_proj"
 
 
+Unmixed = GatedMlp | PlainMlp
+
+
 @dataclass(frozen=True, slots=True)
 class Stacked:
     """How a checkpoint holds a layer's experts: gates and ups of all in one tensor, downs in another."""
@@ -169,13 +173,22 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """A narrower row of each token, which experts take in its place, and make: by two products (Nemotron 3, 2026)."""
+
+    size: int
+    into: str = "fc1_latent_proj"  # within the block
+    out_of: str = "fc2_latent_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of MLPs, of which each token takes some: the sum of what they make of it, by weights."""
 
     num_experts: int
-    expert: GatedMlp
+    expert: Unmixed
     routing: Routing
-    shared: GatedMlp | None = None  # that every token takes, too
+    shared: Unmixed | None = None  # that every token takes, too
     shared_name: str = "shared_experts"
     shared_is_outside: bool = False  # named beside the block, not within it
     shared_gate: str | None = None  # whose sigmoid multiplies what the shared one makes
@@ -185,6 +198,7 @@ class Experts:
     stacked: Stacked | None = None  # else each has tensors of its own
     bias_in_row: bool = False  # the bias of choices is a matrix of one row
     weighs_inputs: bool = False  # weights multiply what an expert takes, not what it makes
+    latent: Latent | None = None  # that experts take; routers and the shared one take the token's whole row
 
     @property
     def inner_size(self) -> int:
@@ -192,7 +206,7 @@ class Experts:
         return self.routing.num_chosen * self.expert.inner_size + (self.shared.inner_size if self.shared else 0)
 
 
-Mlp = GatedMlp | PlainMlp | Experts
+Mlp = Unmixed | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +222,10 @@ Mixer = SelfAttention | LatentAttention | Recurrent | StateSpace | Beside
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """A layer whose MLP sees what its attention has added."""
+    """A layer whose MLP sees what its attention has added; it may have one of both alone (Nemotron-H, 2025)."""
 
-    attention: Mixer
-    mlp: Mlp
+    attention: Mixer | None
+    mlp: Mlp | None
     norm: Norm
     around_attention: Around = Around("input_layernorm")
     around_mlp: Around = Around("post_attention_layernorm")
@@ -263,8 +277,13 @@ class Design:
     guessing: str | None = None  # what names of tensors begin with that guess tokens: they are not used
 
     @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """Return the MLPs of the layers that have one."""
+        return tuple([layer.mlp for layer in self.layers if layer.mlp is not None])
+
+    @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.mlp, Experts) for layer in self.layers)
+        return any(isinstance(mlp, Experts) for mlp in self.mlps)
 
     @property
     def has_wide_norms(self) -> bool:
@@ -320,7 +339,7 @@ class Design:
         return min((end for end in ends if end is not None), default=None)
 
 
-def _attention(mixer: Mixer) -> SelfAttention | LatentAttention | None:
+def _attention(mixer: Mixer | None) -> SelfAttention | LatentAttention | None:
     match mixer:
         case Beside(attention=attention):
             return attention

@@ -90,6 +90,7 @@ class Eagle3Head:
         (layer,) = config.design.layers
         assert isinstance(layer, design.Sequential), "a Llama's"
         assert isinstance(layer.attention, design.SelfAttention), "a Llama's"
+        assert layer.mlp is not None, "a Llama's"
         if embedding is None:
             taken = tensors.take_matrix(EMBEDDING, config.vocab_size, size, shard=rank.rows())
             embedding = vocab_parallel(ops.held_embedding(taken, tied=False)[0], rank, config.vocab_size)

@@ -11,6 +11,7 @@ from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.model import design, state_design
 from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
+from pdserve.model.latent_experts import LatentExperts
 from pdserve.model.mlp import Mlp, build_mlp
 from pdserve.model.ops import (
     Dense,
@@ -30,7 +31,7 @@ from pdserve.model.parts import Parts
 from pdserve.model.ranks import PartNorm
 from pdserve.model.recurrent import build_recurrent
 from pdserve.model.rope import order
-from pdserve.model.state_space import StateSpace
+from pdserve.model.state_space import LoneSpace, StateSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class SelfAttention:
     def build(cls, of: design.SelfAttention, parts: Parts, other: Matrix | None = None) -> Self:
         """other: a matrix whose inputs come behind those of `o`."""
         parts = replace(parts, config=parts.config.with_heads(of.heads))
-        config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
+        config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}{of.block}."
         head_dim, features = config.head_dim, order(config.head_dim, of.rope)
         unit = rank.query_unit(config.num_heads, config.num_kv_heads)
         matrices, gate = _qkv(of, parts, prefix, unit * head_dim), None
@@ -128,26 +129,6 @@ class Beside:
         return cls(SelfAttention.build(of.attention, parts, o), space, of.attention_scales)
 
 
-@dataclass(frozen=True, slots=True)
-class LoneSpace:
-    """A state space in the place of attention."""
-
-    space: StateSpace
-    o: Linear
-
-    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
-        """Return what its state makes, before `o`."""
-        return self.space.mixed(ops, attention, index, x)
-
-    def matrices(self) -> Iterator[Linear]:
-        yield from (*self.space.matrices(), self.o)
-
-    @classmethod
-    def build(cls, of: state_design.StateSpace, parts: Parts) -> Self:
-        space, o = StateSpace.build(of, parts, 1.0)
-        return cls(space, row_parallel(parts.ops.held(o), parts.rank))
-
-
 class MixesTokens(Protocol):
     """The attention of a layer."""
 
@@ -165,13 +146,16 @@ class MixesTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """Attention, then the MLP over what attention has added; norms before or after each of them, or both."""
+    """Attention, then the MLP over what attention has added; norms before or after each of them, or both.
+
+    A layer may have attention alone, or an MLP alone.
+    """
 
     before_attention: Norm | None
-    attention: MixesTokens
+    attention: MixesTokens | None
     after_attention: RmsNorm | None
     before_mlp: Norm | None
-    mlp: Mlp
+    mlp: Mlp | None
     after_mlp: RmsNorm | None
     residual_scale: float
     scalar: float  # of what the layer returns
@@ -181,32 +165,42 @@ class Sequential:
         return ops.scaled(self._forward(ops, attention, index, hidden, rows), self.scalar)
 
     def _forward(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        hidden = self._attended(ops, attention, index, hidden, rows)
+        if self.mlp is None or len(hidden) == 0:
+            return hidden
+        x = _normed(ops, hidden, self.before_mlp)
+        if self.after_mlp is None:
+            return self.mlp.forward(ops, x, hidden, self.residual_scale)
+        return ops.norm_add(self.mlp.forward(ops, x, None), self.after_mlp, hidden)
+
+    def _attended(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Return `rows` with what attention adds."""
+        if self.attention is None:
+            return _chosen(hidden, rows)
         mixed = self.attention.mixed(ops, attention, index, _normed(ops, hidden, self.before_attention))
         hidden, mixed = _chosen(hidden, rows), _chosen(mixed, rows)
         if len(hidden) == 0:
             return hidden
-        o, scale = self.attention.o, self.residual_scale
         if self.after_attention is None:
-            hidden = ops.linear_add(mixed, o, hidden, scale)
-        else:
-            hidden = ops.norm_add(ops.linear(mixed, o), self.after_attention, hidden)
-        x = _normed(ops, hidden, self.before_mlp)
-        if self.after_mlp is None:
-            return self.mlp.forward(ops, x, hidden, scale)
-        return ops.norm_add(self.mlp.forward(ops, x, None), self.after_mlp, hidden)
+            return ops.linear_add(mixed, self.attention.o, hidden, self.residual_scale)
+        return ops.norm_add(ops.linear(mixed, self.attention.o), self.after_attention, hidden)
 
     def matrices(self) -> Iterator[Held]:
-        yield from (*self.attention.matrices(), *self.mlp.matrices())
+        for part in (self.attention, self.mlp):
+            if part is not None:
+                yield from part.matrices()
 
     @classmethod
     def build(cls, of: design.Sequential, parts: Parts) -> Self:
-        first, second = of.around_attention, of.around_mlp
+        nothing = design.Around(None)
+        first = nothing if of.attention is None else of.around_attention
+        second = nothing if of.mlp is None else of.around_mlp
         return cls(
             before_attention=parts.norm_or_none(first.before, of.norm),
-            attention=_attention(of.attention, parts),
+            attention=None if of.attention is None else _attention(of.attention, parts),
             after_attention=parts.after(first.after, of.norm),
             before_mlp=parts.norm_or_none(second.before, of.norm),
-            mlp=_mlp(of.mlp, parts, of.mlp_name),
+            mlp=None if of.mlp is None else _mlp(of.mlp, parts, of.mlp_name),
             after_mlp=parts.after(second.after, of.norm),
             residual_scale=of.residual_scale,
             scalar=1.0 if of.scalar is None else float(parts.tensors.take(f"{parts.prefix}{of.scalar}", (1,))),
@@ -269,6 +263,8 @@ def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
 
 def _mlp(of: design.Mlp, parts: Parts, name: str = "mlp") -> Mlp:
     block = of.block if isinstance(of, design.Experts) else name
+    if isinstance(of, design.Experts) and of.latent is not None:
+        return LatentExperts.build(f"{parts.prefix}{block}.", of, of.latent, parts)
     return build_mlp(f"{parts.prefix}{block}.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
 
 

@@ -68,7 +68,7 @@ class GatedMlp:
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
         inner = ops.gated(ops.scaled(x, self.input_scale), self.gate_up, self.activation)
-        return _down(ops, inner, self.down, residual, scale * self.output_scale)
+        return down_added(ops, inner, self.down, residual, scale * self.output_scale)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.gate_up, self.down)
@@ -108,7 +108,7 @@ class PlainMlp:
     down: Linear
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-        return _down(ops, ops.activated(x, self.up, self.activation), self.down, residual, scale)
+        return down_added(ops, ops.activated(x, self.up, self.activation), self.down, residual, scale)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.up, self.down)
@@ -128,14 +128,17 @@ class PlainMlp:
         if of.activation is Activation.XIELU:
             scalars = (tensors.take(f"{prefix}act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
             activation = XIelu(*scalars)
-        return cls(ops.held(up), activation, row_parallel(ops.held(down), rank))
+        return cls(ops.held(up), activation, ops.held(down))
+
+
+Unmixed = GatedMlp | PlainMlp
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
     """An MLP that every token takes beside its experts."""
 
-    mlp: GatedMlp
+    mlp: Unmixed
     gate: Tensor | None  # [1, hidden_size]: the sigmoid of its product multiplies the result
 
 
@@ -151,13 +154,15 @@ class Experts:
     router: Dense  # [num_experts, hidden_size]
     bias: Tensor | None  # [num_experts]: see `Routing`
     routing: Routing
-    experts: tuple[GatedMlp, ...]
+    experts: tuple[Unmixed, ...]
     shared: Shared | None
     counts: Tensor  # int64 [num_experts]: tokens that have chosen each so far; each step adds its own
+    inputs: int  # of experts: the last features of rows, whose first ones the router takes
     weighs_inputs: bool = False
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-        weights, chosen = route(x, self.router, self.bias, self.routing)
+        weights, chosen = route(x[:, : self.router.data.shape[1]], self.router, self.bias, self.routing)
+        x = x[:, x.shape[1] - self.inputs :]
         out = torch.zeros_like(x, dtype=torch.float32)
         order = torch.argsort(chosen.flatten(), stable=True)
         tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
@@ -200,13 +205,14 @@ class Experts:
         if of.shared is not None:
             gate = tensors.take(f"{prefix}{of.shared_gate}.weight", (1, hidden_size)) if of.shared_gate else None
             outside = prefix.removesuffix(f"{of.block}.") if of.shared_is_outside else prefix
-            shared = Shared(GatedMlp.build(f"{outside}{of.shared_name}.", of.shared, *parts), gate)
+            shared = Shared(build_unmixed(f"{outside}{of.shared_name}.", of.shared, *parts), gate)
         router = Dense(
             tensors.take(f"{prefix}{of.router}.weight", shape),
             tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,
         )
         bias = _bias_of_choices(f"{prefix}{routing.bias}", of, tensors) if routing.bias else None
-        made = (GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts))
+        inputs = hidden_size if of.latent is None else of.latent.size
+        made = (build_unmixed(f"{prefix}experts.{i}.", of.expert, inputs, *parts[1:]) for i in range(of.num_experts))
         if ops.stacks_experts:
             try:
                 stack = _stacked(router, bias, of, made)
@@ -214,7 +220,7 @@ class Experts:
                 raise ConfigError(f"{prefix}experts: {error}") from error
             return CompiledExperts(stack, shared)
         first = next(made)
-        if not of.weighs_inputs and isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
+        if not of.weighs_inputs and all(isinstance(each, Tiles) for each in first.matrices()):
             chooses = Router(router.data, routing, bias, None if router.bias is None else router.bias.float())
             try:
                 tiled = _tiled(chooses, of.expert.activation, chain((first,), made))
@@ -222,7 +228,7 @@ class Experts:
                 raise ConfigError(f"{prefix}experts: {error}") from error
             return CompiledExperts(tiled, shared)
         counts = torch.zeros(of.num_experts, dtype=torch.int64, device=tensors.device)
-        return cls(router, bias, routing, (first, *made), shared, counts, of.weighs_inputs)
+        return cls(router, bias, routing, (first, *made), shared, counts, inputs, of.weighs_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,24 +270,31 @@ def build_mlp(
 ) -> GatedMlp | PlainMlp | Experts | CompiledExperts:
     """Put a layer's MLP together from the tensors below `prefix`."""
     parts = (hidden_size, tensors, ops, rank)
-    match of:
-        case design.GatedMlp():
-            mlp = GatedMlp.build(prefix, of, *parts)
-            return replace(mlp, down=row_parallel(mlp.down, rank))
-        case design.PlainMlp():
-            return PlainMlp.build(prefix, of, *parts)
-        case design.Experts():
-            return Experts.build(prefix, of, *parts)
+    if isinstance(of, design.Experts):
+        return Experts.build(prefix, of, *parts)
+    mlp = build_unmixed(prefix, of, *parts)
+    return replace(mlp, down=row_parallel(mlp.down, rank))
 
 
-def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> TiledExperts:
+def build_unmixed(
+    prefix: str, of: design.Unmixed, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
+) -> Unmixed:
+    """Put an MLP together; its products are those of the rank's features."""
+    parts = (hidden_size, tensors, ops, rank)
+    if isinstance(of, design.GatedMlp):
+        return GatedMlp.build(prefix, of, *parts)
+    return PlainMlp.build(prefix, of, *parts)
+
+
+def _tiled(router: Router, activation: Activation, mlps: Iterable[Unmixed]) -> TiledExperts:
     """Put experts in tiles together; each is given up once it is copied."""
 
     def pairs() -> Iterator[tuple[Tiles, Tiles]]:
         for mlp in mlps:
-            if not isinstance(mlp.gate_up, Tiles) or not isinstance(mlp.down, Tiles):
+            first, down = mlp.matrices()
+            if not isinstance(first, Tiles) or not isinstance(down, Tiles):
                 raise ValueError("some have codes, and some have none")
-            yield mlp.gate_up, mlp.down
+            yield first, down
 
     return TiledExperts.of(router, CompiledActivation[activation.name], pairs())
 
@@ -291,11 +304,11 @@ def _bias_of_choices(name: str, of: design.Experts, tensors: TensorSource) -> Te
     return tensors.take(name, shape, exact=True).flatten()
 
 
-def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Iterable[GatedMlp]) -> ExpertStack:
+def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Iterable[Unmixed]) -> ExpertStack:
     """Put experts together; each of floats is given up once it is copied. ValueError if some have codes, some none."""
     rooms, coded = dict[int, Dense](), (list[object](), list[object]())
     for place, mlp in enumerate(mlps):
-        for which, each in enumerate((mlp.gate_up, mlp.down)):
+        for which, each in enumerate(mlp.matrices()):
             if not isinstance(each, Dense):
                 coded[which].append(each)
                 continue
@@ -307,7 +320,8 @@ def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Itera
         joined_blocks([*codes, *filter(None, [rooms.get(which)])]) if codes else rooms[which]
         for which, codes in enumerate(coded)
     )
-    return ExpertStack(router, of.routing, bias, gate_up, of.expert.activation, down)
+    is_gated = isinstance(of.expert, design.GatedMlp)
+    return ExpertStack(router, of.routing, bias, gate_up, of.expert.activation, down, is_gated)
 
 
 def _room(count: int, like: Dense) -> Dense:
@@ -325,7 +339,8 @@ def _matrices(of: Mixture) -> Iterator[Linear]:
             yield from (of.gate_up, of.down)
 
 
-def _down(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:
+def down_added(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:
+    """Return the product times `scale`, plus the residual if there is one, which may be overwritten."""
     if residual is None:
         return times(ops.linear(inner, weight), scale)
     return ops.linear_add(inner, weight, residual, scale)

@@ -95,6 +95,11 @@ class ExpertStack:
     gate_up: Dense | CodeBlocks  # [num_experts, 2 * inner_size, hidden_size]; its bias: [num_experts, 2 * inner_size]
     activation: Activation
     down: Dense | CodeBlocks  # [num_experts, hidden_size, inner_size]; of codes, experts' outputs follow each other
+    is_gated: bool = True  # else `gate_up` has ups alone
+
+    @property
+    def inputs(self) -> int:
+        return self.gate_up.inputs if isinstance(self.gate_up, CodeBlocks) else self.gate_up.data.shape[-1]
 
 
 Norm = RmsNorm | LayerNorm
@@ -153,7 +158,10 @@ class Ops(Elementwise, Protocol):
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
-        """Return residual + scale * what the chosen experts and the shared one make; see `kernels.cpu.experts.mix`."""
+        """Return residual + scale * what the chosen experts and the shared one make; see `kernels.cpu.experts.mix`.
+
+        x: what the router takes, and behind it what experts take where that is something else.
+        """
         ...
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:

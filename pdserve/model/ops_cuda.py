@@ -109,10 +109,11 @@ class CudaOps(TorchElementwise):
     ) -> Tensor:
         if not isinstance(experts, ExpertStack):
             raise TypeError("tiles are multiplied on CPUs alone")
-        shares, chosen = route(x, experts.router, experts.ranks_bias, experts.routing)
+        routed, taken = x[:, : experts.router.data.shape[1]], x[:, x.shape[1] - experts.inputs :]
+        shares, chosen = route(routed, experts.router, experts.ranks_bias, experts.routing)
         of = Grouped.of(shares, chosen, len(experts.router.data))
-        both = _grouped(x, experts.gate_up, of.rows, of, x.dtype)
-        inner = _bent(both, experts.activation)
+        both = _grouped(taken, experts.gate_up, of.rows, of, x.dtype)
+        inner = _bent(both, experts.activation) if experts.is_gated else activate(both, experts.activation)
         slots = torch.arange(len(inner), device=x.device)
         made = _grouped(inner, experts.down, slots, of, torch.float32)
         if shared is None:

@@ -33,8 +33,7 @@ def check_divides(config: ModelConfig, degrees: Degrees) -> None:
         return
     for recurrent in dict.fromkeys(config.design.recurrent):
         _check_recurrent(recurrent, size)
-    mlps = [layer.mlp for layer in config.design.layers]
-    if any(isinstance(mlp, Experts) and mlp.expert.inner_size % 2 for mlp in mlps):
+    if any(isinstance(mlp, Experts) and mlp.expert.inner_size % 2 for mlp in config.design.mlps):
         raise _refusal(size, "an odd number of features of each expert is not divided between ranks yet")
     heads = config.num_heads
     for kv_heads in {own.num_kv_heads for own in config.kinds_of_heads}:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Experts, Stacked
+from pdserve.model.design import Experts, GatedMlp, Stacked
 from pdserve.model.weights import GROUP, Codes, Part, Stored, Weights
 
 if TYPE_CHECKING:
@@ -31,15 +31,18 @@ def apart(weights: Weights, config: ModelConfig, *, keep_coded: bool = False) ->
     if config.design.guessing is not None:
         mlps[f"{config.design.guessing}layers.0."] = layers[-1].mlp
     for prefix, of in mlps.items():
-        if isinstance(of, Experts) and of.stacked is not None and _are_stacked(left, prefix, of):
-            stacks = _Stacks(left, f"{prefix}{of.block}.", of, keep_coded)
+        if not isinstance(of, Experts) or of.stacked is None:
+            continue
+        assert isinstance(of.expert, GatedMlp), "others are not stacked"
+        if _are_stacked(left, prefix, of, of.expert):
+            stacks = _Stacks(left, f"{prefix}{of.block}.", of.num_experts, of.expert, keep_coded)
             left |= stacks.matrices(of.stacked, config.hidden_size)
     return left
 
 
-def _are_stacked(weights: Weights, prefix: str, of: Experts) -> bool:
+def _are_stacked(weights: Weights, prefix: str, of: Experts, expert: GatedMlp) -> bool:
     """Say whether a layer of the file has no tensors of single experts. A module that guesses may not be there."""
-    first = f"{prefix}{of.block}.experts.0.{of.expert.names[0]}.weight"
+    first = f"{prefix}{of.block}.experts.0.{expert.names[0]}.weight"
     return first not in weights and any(name.startswith(prefix) for name in weights)
 
 
@@ -49,12 +52,13 @@ class _Stacks:
 
     left: dict[str, Stored]
     prefix: str
-    of: Experts
+    num_experts: int
+    expert: GatedMlp
     keep_coded: bool
 
     def matrices(self, stacked: Stacked, hidden: int) -> dict[str, Stored]:
         """Return the matrices and biases of the layer's experts."""
-        inner, (gate, up, down) = self.of.expert.inner_size, self.of.expert.names
+        inner, (gate, up, down) = self.expert.inner_size, self.expert.names
         gates, ups = slice(0, inner), slice(inner, 2 * inner)
         if stacked.alternating:
             gates, ups = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
@@ -67,9 +71,9 @@ class _Stacks:
         """Return the matrices that a stack of `shape` (outputs and inputs) has for each expert, by rows of outputs."""
         outputs, inputs = shape
         read, codes = self._reading(f"{self.prefix}{name}", shape, stacked)
-        biases = self._taken(f"{self.prefix}{name}_bias", (outputs,)) if self.of.expert.bias else None
+        biases = self._taken(f"{self.prefix}{name}_bias", (outputs,)) if self.expert.bias else None
         made = dict[str, Stored]()
-        for expert in range(self.of.num_experts):
+        for expert in range(self.num_experts):
             for each, rows in parts.items():
                 own = f"{self.prefix}experts.{expert}.{each}"
                 count = len(range(outputs)[rows])
@@ -100,7 +104,7 @@ class _Stacks:
         """Take a stack of such matrices or rows, one for each expert."""
         if name not in self.left:
             raise ConfigError(f"{name}: missing from the weights")
-        stored, whole = self.left.pop(name), (self.of.num_experts, *shape)
+        stored, whole = self.left.pop(name), (self.num_experts, *shape)
         if stored.shape != whole:
             raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {whole}")
         return stored

@@ -122,6 +122,7 @@ class StateSpace:
     norm_first: bool  # the norm comes before the gate
     input_scale: float = 1.0
     scales: tuple[float, ...] = (1.0,) * 5  # of the gate, x, B, C and the step
+    block: str = "mamba"  # within a layer
 
     @property
     def inner_size(self) -> int:

@@ -14,6 +14,7 @@ from pdserve.model import state_design as design
 from pdserve.model.attention import Advance, Attention
 from pdserve.model.elementwise import times
 from pdserve.model.ops import Linear, Matrix, Ops, rows_of
+from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.ranks import PartNorm
 from pdserve.model.recurrent import BLOCK, Convolution, indices, part_of_state, recalled
@@ -115,7 +116,7 @@ class StateSpace:
     @classmethod
     def build(cls, of: design.StateSpace, parts: Parts, output_scale: float) -> tuple[Self, Matrix]:
         """Return it, and the matrix that makes outputs of what it makes."""
-        prefix, tensors, hidden = f"{parts.prefix}mamba.", parts.tensors, parts.config.hidden_size
+        prefix, tensors, hidden = f"{parts.prefix}{of.block}.", parts.tensors, parts.config.hidden_size
         rank, own = parts.rank, of.of_rank(parts.rank)
         unit = rank.query_unit(of.heads, of.groups)
         taken = tensors.take_matrix(f"{prefix}in_proj", of.inner_size + of.channels + of.heads, hidden)
@@ -144,6 +145,26 @@ class StateSpace:
         )
         columns = rank.columns(unit * of.head_dim)
         return found, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size, shard=columns)
+
+
+@dataclass(frozen=True, slots=True)
+class LoneSpace:
+    """A state space in the place of attention."""
+
+    space: StateSpace
+    o: Linear
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return what its state makes, before `o`."""
+        return self.space.mixed(ops, attention, index, x)
+
+    def matrices(self) -> Iterator[Linear]:
+        yield from (*self.space.matrices(), self.o)
+
+    @classmethod
+    def build(cls, of: design.StateSpace, parts: Parts) -> Self:
+        space, o = StateSpace.build(of, parts, 1.0)
+        return cls(space, row_parallel(parts.ops.held(o), parts.rank))
 
 
 def _taken_by(of: design.StateSpace, rank: Rank) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from narrow_floats import in_fp8
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import relu, silu
 
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.experts import ExpertTiles, Router, SharedRows, TiledExperts, mix
@@ -92,9 +92,9 @@ class Case:
         steps = x.unflatten(1, (-1, BLOCK)).abs().amax(-1) * HALF_A_CODE[self.input_bits]
         return 1.01 * steps @ matrix.unflatten(1, (-1, BLOCK)).abs().sum(-1).T + (x.abs() @ matrix.abs().T) * 1e-5
 
-    def expected(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a loop over rows in float64, and what results may be off by."""
-        shares, chosen = choices(x, self.experts.router)
+    def expected(self, x: Tensor, choice: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return a loop over rows in float64, and what results may be off by. choice: what x's router would choose."""
+        shares, chosen = choices(x, self.experts.router) if choice is None else choice
         out, off = (torch.zeros(len(x), HIDDEN, dtype=torch.float64) for _ in range(2))
         eps = 2.0**-8 if self.dtype == torch.bfloat16 else 1e-5
         for row, place in product(range(len(x)), range(chosen.shape[1])):
@@ -252,6 +252,54 @@ def test_biases_are_added_to_what_each_expert_multiplies(calls: Immediate) -> No
     torch.testing.assert_close(mix(calls, x, experts, None, None).double(), expected, rtol=0.02, atol=0.1)
 
 
+@pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32), (4, 16, torch.bfloat16)])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_experts_without_a_gate_are_the_formula(
+    calls: Immediate, form: str | tuple[int, int, torch.dtype], num_rows: int
+) -> None:
+    pairs, matrices = [], []
+    for expert in range(8):
+        tiles, own = zip(*(matrix_of(form, 2 * expert + i) for i in range(2)), strict=True)
+        pairs.append(tiles)
+        matrices.append(own)
+    dtype = torch.bfloat16 if form == "bfloat16" else form[2]
+    router = router_of(normal(4, 8, HIDDEN).to(dtype) * 0.2, RULES[5])
+    experts, x = TiledExperts.of(router, Activation.SQUARED_RELU, pairs), normal(num_rows, num_rows, HIDDEN).to(dtype)
+    expected = torch.zeros(num_rows, HIDDEN, dtype=torch.float64)
+    for row, (shares, chosen) in enumerate(zip(*choices(x, router), strict=True)):
+        for share, expert in zip(shares.tolist(), chosen.tolist(), strict=True):
+            up, down = matrices[expert]
+            expected[row] += share * (relu(x[row].double() @ up.T).square() @ down.T)
+    near = 2.0**-7 if dtype == torch.bfloat16 else 1e-4
+    atol = near * float(expected.abs().max()) if num_rows else 0.0
+    torch.testing.assert_close(mix(calls, x, experts, None, None).double(), expected, rtol=near, atol=atol)
+
+
+def matrix_of(form: str | tuple[int, int, torch.dtype], seed: int) -> tuple[Tiles, Tensor]:
+    """Return ups of an expert where the seed is even, else downs: in tiles, and in float64."""
+    width, inputs = (INNER, HIDDEN) if seed % 2 == 0 else (HIDDEN, INNER)
+    if isinstance(form, str):
+        matrix = normal(seed, width, inputs).bfloat16() * 0.2
+        return tiled(matrix), matrix.double()
+    bits, input_bits, dtype = form
+    codes, exact = codes_of(seed, width, inputs, bits=bits, fp4=False)
+    return Tiles(tiled_codes(*codes), bits, width, dtype, input_bits=input_bits), exact
+
+
+@pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32)])
+def test_experts_may_take_other_features_than_their_router(
+    calls: Immediate, form: str | tuple[int, int, torch.dtype]
+) -> None:
+    case = case_of(form, 8, RULES[5])
+    x, others = case.rows(20), normal(3, 20, 32).to(case.dtype)
+    router = router_of(normal(5, 8, 32).to(case.dtype), RULES[5])
+    of_others = replace(case, experts=replace(case.experts, router=router))
+    found = mix(calls, torch.cat((others, x), 1), of_others.experts, None, None)
+    shares, chosen = choices(others, router)
+    expected, off = of_others.expected(x, (shares, chosen))
+    assert ((found.double() - expected).abs() <= off).all()
+
+
 def test_only_the_experts_that_are_chosen_are_multiplied(calls: Immediate) -> None:
     case = case_of("bfloat16", 24, Routing(2))
     x = case.rows(3)
@@ -289,6 +337,8 @@ def test_experts_that_do_not_fit_are_refused_by_name(calls: Immediate) -> None:
     x, weight = case.rows(2), case.experts.router.weight
     with pytest.raises(ValueError, match=r"^x must have shape \[\*, 64\]"):
         mix(calls, x[:, :32], case.experts, None, None)
+    with pytest.raises(ValueError, match=r"^x must have shape \[\*, 128\]"):
+        mix(calls, torch.cat((x, x, x), 1), case.experts, None, None)
     with pytest.raises(ValueError, match=r"^x must be one of"):
         mix(calls, x.float(), case.experts, None, None)
     with pytest.raises(ValueError, match=r"^residual must have shape \[2, 64\]"):

@@ -30,6 +30,9 @@ SMALL: dict[str, dict[str, object]] = {  # whose pages have few tokens
     "bamba": {"mamba_d_state": 8},
     "lfm2": {},
     "lfm2-moe": {},
+    "nemotron-h": {"ssm_state_size": 8},
+    "nemotron-h-moe": {"ssm_state_size": 8},
+    "nemotron-h-latent": {"ssm_state_size": 8},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 

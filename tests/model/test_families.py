@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from model_zoo import (
     write_model,
 )
 from noted_programs import has_bfloat16_products, note_program_rows
+from safetensors.torch import load_file, save_file
 from thread_ranks import Apart
 from torch import Tensor
 from whole_attention import torch_attention
@@ -41,6 +43,7 @@ from pdserve.model.design import (
     Experts,
     HeadNorms,
     LatentAttention,
+    PlainMlp,
     RmsNorm,
     Scores,
     SelfAttention,
@@ -93,6 +96,22 @@ def test_other_constants_of_an_activation_are_refused(
     weights |= held({name: torch.tensor(value)})
     with pytest.raises(ConfigError, match=f"{name}: .* is not supported"):
         load_model(config_of(folder), weights, torch.float32)
+
+
+@pytest.mark.parametrize("body", ["backbone.", "model."])
+def test_the_body_of_nemotron_h_has_two_names_and_modules_that_guess_are_passed_over(
+    body: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    published = folders("nemotron-h")
+    stored = load_file(published / "model.safetensors")
+    assert "backbone.embeddings.weight" in stored, "transformers writes it"
+    renamed = {name.replace("backbone.", body): value for name, value in stored.items()}
+    save_file({**renamed, "mtp.layers.0.eh_proj.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
+    shutil.copy(published / "config.json", tmp_path)
+    model = load_model(config_of(tmp_path), weights_of(tmp_path), torch.float32)
+    assert torch.equal(
+        logits_of(model), logits_of(load_model(config_of(published), weights_of(published), torch.float32))
+    )
 
 
 def tokens(length: int) -> list[int]:
@@ -345,11 +364,17 @@ def sliding(**changes: object) -> Change:
     return lambda of: each_layer(of, changed)
 
 
-def mlp_of_experts(**changes: object) -> Change:
+def mlp_of(kind: type, **changes: object) -> Change:
+    """Change the MLPs of one kind."""
+
     def changed(layer: Of) -> Of:
-        return replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, Experts) else layer
+        return replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, kind) else layer
 
     return lambda of: each_layer(of, changed)
+
+
+def mlp_of_experts(**changes: object) -> Change:
+    return mlp_of(Experts, **changes)
 
 
 def experts(**changes: object) -> Change:
@@ -367,6 +392,8 @@ def experts_mlp(**changes: object) -> Change:
     """Change what each expert is."""
 
     def changed(layer: Of) -> Of:
+        if not isinstance(layer.mlp, Experts):
+            return layer
         return replace(layer, mlp=replace(layer.mlp, expert=replace(layer.mlp.expert, **changes)))
 
     return lambda of: each_layer(of, changed)
@@ -392,6 +419,7 @@ def head(**changes: object) -> Change:
     return lambda of: replace(of, head=replace(of.head, **changes))
 
 
+NOTHING = Sequential(None, None, RmsNorm(1e-5))
 SEEN = ("deepseek-v3", "gemma2", "qwen2-moe")  # in each run; what is left out of others, in make test-long
 LEFT_OUT: dict[tuple[str, str], Change] = {
     ("apertus", "norms of q and k"): attention(qk_norm=None),
@@ -532,6 +560,20 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("nemotron", "1 + weight"): without_norm_weights_plus_one,
     ("nemotron", "means"): rms_norms,
     ("nemotron", "features that stay"): rope(share=1.0),
+    ("nemotron-h", "no rope"): attending(rope=RopeConfig(10000.0)),
+    ("nemotron-h", "norms by group"): attending(StateSpace, eps=None),
+    ("nemotron-h", "the norm after the gate"): attending(StateSpace, norm_first=True),
+    ("nemotron-h", "the square"): mlp_of(PlainMlp, activation=Activation.GELU),
+    ("nemotron-h", "biases of MLPs"): mlp_of(PlainMlp, bias=False),
+    ("nemotron-h", "a layer's MLP"): lambda of: replace(of, layers=(*of.layers[:-1], NOTHING)),
+    ("nemotron-h-moe", "the bias that chooses"): experts(bias=None),
+    ("nemotron-h-moe", "sigmoids"): experts(by_sigmoid=False),
+    ("nemotron-h-moe", "groups"): experts(groups=(1, 1)),
+    ("nemotron-h-moe", "weights that sum to 1"): experts(normalized=False),
+    ("nemotron-h-moe", "the weights' scale"): experts(scale=1.0),
+    ("nemotron-h-moe", "shared experts"): mlp_of_experts(shared=None),
+    ("nemotron-h-moe", "the square"): experts_mlp(activation=Activation.GELU),
+    ("nemotron-h-latent", "shared experts"): mlp_of_experts(shared=None),
     ("olmo2", "norms of q and k"): attention(qk_norm=None),
     ("olmo2", "norms after attention"): layers(around_attention=Around(None)),
     ("phi", "side by side"): one_after_the_other,
@@ -601,5 +643,7 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
             own = config.with_heads(config.design.heads_of([index]))
             if own.num_kv_heads > 1 or config.is_latent:  # which several ranks have, where there is one
                 (check_latent_ranks if config.is_latent else check_ranks)(own, x, layer.attention, of_ranks)
+        if layer.mlp is None:
+            continue
         added = sum(each.mlp.forward(ops, x, None) for each in parts)
         torch.testing.assert_close(added, layer.mlp.forward(ops, x, None), atol=1e-4, rtol=1e-4)

@@ -29,6 +29,7 @@ HYBRID = {
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 4},
     "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-M"},
 }
 CONFIG = ModelConfig.from_hf(SHAPE)
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"

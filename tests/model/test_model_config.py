@@ -8,8 +8,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.routing import Routing
 from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
-from pdserve.model.design import Activation, Experts, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
+from pdserve.model.design import (
+    Activation,
+    Experts,
+    GatedMlp,
+    HeadNorms,
+    PlainMlp,
+    RmsNorm,
+    SelfAttention,
+    Sequential,
+)
 from pdserve.model.rope_config import NO_ROPE, Growth, LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
 from pdserve.model.state_design import ShortConv, StateSpace
 
@@ -234,6 +244,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
         "num_local_experts",
     },
     "MiniMaxM2ForCausalLM": {"num_local_experts"},
+    "NemotronHForCausalLM": {"n_routed_experts"},
     "MixtralForCausalLM": {"num_local_experts"},
     "Qwen2MoeForCausalLM": {"num_local_experts"},
     "Qwen3MoeForCausalLM": {"num_local_experts"},
@@ -252,6 +263,7 @@ OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
     "Lfm2ForCausalLM": {"rms_norm_eps": None},
     "Lfm2MoeForCausalLM": {"rms_norm_eps": None},
     "NemotronForCausalLM": {"rms_norm_eps": None},
+    "NemotronHForCausalLM": {"rms_norm_eps": None, "hybrid_override_pattern": "M*"},
     "PhiForCausalLM": {"rms_norm_eps": None},
     "Qwen3NextForCausalLM": {"full_attention_interval": 2},
     "Qwen3_5ForCausalLM": {"full_attention_interval": 2},
@@ -642,6 +654,116 @@ def test_bamba_is_read_as_it_is_published() -> None:
     assert layers[0].attention == StateSpace(128, 64, 128, 1, 4, conv_bias=True, eps=1e-5, norm_first=False)
 
 
+OF_NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "hidden_dropout": 0.0,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
+PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+NEMOTRON_H = {  # 8B's
+    **OF_NEMOTRON_H,
+    "attention_head_dim": 128,
+    "eos_token_id": 2,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": PATTERN,
+    "intermediate_size": 21504,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 128,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+}
+NEMOTRON_3_NANO = {  # 30B-A3B's
+    **OF_NEMOTRON_H,
+    "eos_token_id": 11,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "topk_group": 1,
+}
+
+
+def test_nemotron_h_is_read_as_it_is_published() -> None:
+    config = ModelConfig.from_hf(NEMOTRON_H)
+    layers = config.design.layers
+    assert (config.num_layers, config.head_dim) == (52, 128)
+    assert [index for index, each in enumerate(config.design.attentions) if each is not None] == [7, 18, 29, 40]
+    assert layers[0].attention == StateSpace(128, 64, 128, 8, 4, True, 1e-5, norm_first=False, block="mixer")
+    assert layers[1].mlp == PlainMlp(21504, Activation.SQUARED_RELU)
+    assert [(layer.attention is None) != (layer.mlp is None) for layer in layers] == [True] * 52
+    assert [size > 0 for size in config.design.state_sizes] == [sign == "M" for sign in PATTERN]
+
+
+def test_nemotron_3_is_read_as_it_is_published() -> None:
+    of = ModelConfig.from_hf(NEMOTRON_3_NANO).design
+    (mixture,) = set(of.mlps)
+    assert isinstance(mixture, Experts)
+    assert (len(of.layers), len(of.mlps), mixture.num_experts) == (52, 23, 128)
+    assert mixture.expert == PlainMlp(1856, Activation.SQUARED_RELU)
+    assert mixture.shared == PlainMlp(3712, Activation.SQUARED_RELU)
+    assert mixture.routing == Routing(6, by_sigmoid=True, bias="gate.e_score_correction_bias", scale=2.5)
+
+
+def test_nemotron_h_has_a_list_or_a_pattern_of_its_layers() -> None:
+    shape = {**NEMOTRON_H, "hybrid_override_pattern": None, "num_hidden_layers": None}
+    of_pattern = ModelConfig.from_hf({**shape, "hybrid_override_pattern": "ME*-"})
+    for names in (["mamba", "moe", "attention", "mlp"], ["linear_attention", "moe", "full_attention", "mlp"]):
+        assert ModelConfig.from_hf({**shape, "layers_block_type": names}) == of_pattern
+    both = {**shape, "layers_block_type": ["mamba", "attention"], "hybrid_override_pattern": "ME*-"}
+    assert ModelConfig.from_hf(both).num_layers == 2, "as transformers has it"
+
+
 @pytest.mark.parametrize(("num_experts", "position"), [(64, "nope"), (0, "rope")])
 def test_granite_4_is_read_as_it_is_published(num_experts: int, position: str) -> None:
     own = {"num_local_experts": num_experts, "position_embedding_type": position}
@@ -709,6 +831,24 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         ("BambaForCausalLM", {"attn_layer_indices": []}, "attn_layer_indices"),
         ("BambaForCausalLM", {"attn_rotary_emb": 3}, "attn_rotary_emb"),
         ("BambaForCausalLM", {"mlp_bias": True}, "mlp_bias"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*X"}, "hybrid_override_pattern"),
+        ("NemotronHForCausalLM", {"layers_block_type": ["mamba", "sliding_attention"]}, "layers_block_type"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-"}, "hybrid_override_pattern"),
+        ("NemotronHForCausalLM", {"num_hidden_layers": 3}, "num_hidden_layers"),
+        ("NemotronHForCausalLM", {"n_shared_experts": 2}, "n_shared_experts"),
+        ("NemotronHForCausalLM", {"moe_latent_size": 32, "mlp_bias": True}, "mlp_bias"),
+        ("NemotronHForCausalLM", {"mamba_num_heads": 100}, "mamba_num_heads"),
+        ("NemotronHForCausalLM", {"conv_kernel": 1}, "conv_kernel"),
+        ("NemotronHForCausalLM", {"ssm_state_size": 2049}, "ssm_state_size"),
+        ("NemotronHForCausalLM", {"attention_head_dim": 64}, "attention_head_dim"),
+        ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("NemotronHForCausalLM", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("NemotronHForCausalLM", {"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype"),
+        ("NemotronHForCausalLM", {"time_step_limit": [1e-4, 0.1]}, "time_step_limit"),
+        ("NemotronHForCausalLM", {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        ("NemotronHForCausalLM", {"residual_in_fp32": True}, "residual_in_fp32"),
+        ("NemotronHForCausalLM", {"use_bias": True}, "use_bias"),
         ("FalconH1ForCausalLM", {"mamba_n_heads": 100}, "mamba_n_heads"),
         ("FalconH1ForCausalLM", {"mamba_d_head": 7}, "mamba_d_head"),
         ("FalconH1ForCausalLM", {"mamba_proj_bias": True}, "mamba_proj_bias"),

@@ -98,6 +98,9 @@ def assert_right(checkpoint: Checkpoint, found: list[list[int]]) -> None:
         ("qwen3.5", 3, {**NINE_HEADS, "linear_num_key_heads": 5, "linear_num_value_heads": 10}),  # one head, and two
         ("falcon-h1", 2, {}),
         ("granite-hybrid", 4, {"num_experts_per_tok": 3}),
+        ("nemotron-h", 2, {}),
+        ("nemotron-h-moe", 2, {"num_experts_per_tok": 2}),
+        ("nemotron-h-latent", 2, {"num_experts_per_tok": 2}),
         ("falcon-h1", 4, {"mamba_rms_norm": False, "mamba_n_heads": 4, "mamba_d_ssm": 64}),  # two have the same group
     ],
 )

@@ -199,7 +199,7 @@ def test_in_bfloat16_logits_are_as_far_from_those_of_float32_as_those_of_transfo
     theirs = oracle.bfloat16()(torch.tensor([text])).logits[0].float()
     ours = logits_of(model, text).float()
     of_ours, of_theirs = ((each - exact).square().mean(-1) for each in (ours, theirs))
-    if family == "lfm2-moe":  # of which a few tokens choose other experts
+    if family in ("lfm2-moe", "nemotron-h-moe"):  # of which a few tokens choose other experts
         assert of_ours.median().sqrt() < 1.5 * of_theirs.median().sqrt()
         return
     assert of_ours.mean().sqrt() < 1.5 * of_theirs.mean().sqrt()

@@ -48,6 +48,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -114,6 +115,17 @@ DELTA_EXPERTS = {
 }
 
 
+NEMOTRON_H_SPACE: dict[str, object] = {
+    "head_dim": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    # transformers raises shorter steps to `time_step_min` in prompts, and not where it decodes
+    "time_step_min": 1e-9,
+    "time_step_max": 1.0,
+    "time_step_floor": 0.3,
+}
 GRANITE_LAYERS: dict[str, object] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 4,
@@ -353,6 +365,37 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     ),
     "mixtral": causal(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": causal(NemotronConfig),
+    "nemotron-h": causal(
+        NemotronHConfig,
+        num_hidden_layers=5,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        mlp_bias=True,
+        **NEMOTRON_H_SPACE,
+    ),
+    "nemotron-h-moe": causal(
+        NemotronHConfig,
+        num_hidden_layers=5,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=96,
+        **NEMOTRON_H_SPACE,
+    ),
+    "nemotron-h-latent": causal(
+        NemotronHConfig,
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=96,
+        moe_latent_size=32,
+        **NEMOTRON_H_SPACE,
+    ),
     "olmoe": causal(OlmoeConfig, num_experts=6, num_experts_per_tok=3, intermediate_size=64),
     "olmo2": causal(Olmo2Config),
     "olmo3": causal(
@@ -485,7 +528,17 @@ WITH_IMAGES = {
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 GRANITES = ("granite-hybrid", "granite-hybrid-dense")
-STATES = (*DELTA_NETS, "bamba", "falcon-h1", *GRANITES, "lfm2", "lfm2-moe")
+STATES = (
+    *DELTA_NETS,
+    "bamba",
+    "falcon-h1",
+    *GRANITES,
+    "lfm2",
+    "lfm2-moe",
+    "nemotron-h",
+    "nemotron-h-moe",
+    "nemotron-h-latent",
+)
 IN_TILES = (*LATENT, "falcon-h1", "qwen3-next", "qwen3.5-moe")  # all of whose matrices are in tiles in bfloat16 alone
 IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
@@ -499,6 +552,8 @@ WITH_EXPERTS = (
     "llama4",
     "minimax-m2",
     "mixtral",
+    "nemotron-h-moe",
+    "nemotron-h-latent",
     "olmoe",
     "qwen2-moe",
     "qwen3-moe",
@@ -540,7 +595,7 @@ def _spread(name: str, parameter: torch.Tensor, factor: float) -> None:
     A factor of 12 lets states amplify how float32 rounds: by 5e-3 of a logit between a prompt at once and token by
     token, within transformers.
     """
-    if "embed_tokens" in name or "lm_head" in name:
+    if "embed" in name or "lm_head" in name:
         parameter.normal_()
     elif parameter.ndim > 1 and not name.endswith("bias"):
         parameter.mul_(factor)

@@ -13,7 +13,7 @@ from whole_attention import torch_attention
 from whole_triton import triton_attention
 
 from pdserve.base.ids import PageId
-from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch
@@ -25,7 +25,6 @@ from pdserve.model.family import Tensors
 from pdserve.model.layer_groups import layer_groups
 from pdserve.model.ops import DeviceOps, TorchOps
 from pdserve.model.ops_cuda import CudaOps
-from pdserve.model.stacked import apart
 
 NUM_PAGES, PAGE_SIZE = 16, 16
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ STEPS = (
 
 def built(folder: Path, ops: DeviceOps) -> Decoder:
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return Decoder.build(config, Tensors(apart(read_weights(folder), config), torch.float32, CPU), ops)
+    return Decoder.build(config, Tensors(open_directory(folder).weights(), torch.float32, CPU), ops)
 
 
 @torch.inference_mode()
@@ -86,6 +85,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "bamba": {"num_hidden_layers": 2},
     "lfm2": {},
     "lfm2-moe": {},
+    "nemotron-h": {},
+    "nemotron-h-moe": {},
+    "nemotron-h-latent": {},
     "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3.5": {},
     "qwen3.5-moe": {},

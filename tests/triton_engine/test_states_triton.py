@@ -19,7 +19,7 @@ from torch import Tensor
 from whole_triton import triton_attention
 
 from pdserve.base.ids import PageId
-from pdserve.checkpoint.hf_directory import open_directory, read_weights
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine import states_triton
 from pdserve.engine.gpu_memory import step_bytes
 from pdserve.engine.layer_kinds import paging_of, pool_size
@@ -36,7 +36,6 @@ from pdserve.model.family import Model, Tensors
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.loading import load_model
 from pdserve.model.ops_cuda import CudaOps
-from pdserve.model.stacked import apart
 
 DELTA_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 # Whose pages have 16 or 32 tokens: interpreted kernels are slow.
@@ -50,6 +49,9 @@ SHAPES = {
     "bamba": {"mamba_d_state": 8},
     "lfm2": {},
     "lfm2-moe": {},
+    "nemotron-h": {"ssm_state_size": 8},
+    "nemotron-h-moe": {"ssm_state_size": 8},
+    "nemotron-h-latent": {"ssm_state_size": 8},
 }
 CONVOLVED = ("lfm2", "lfm2-moe")
 WITH_HEADS = tuple(each for each in STATES if each not in CONVOLVED)
@@ -182,7 +184,7 @@ def test_in_bfloat16_logits_over_kernels_are_as_near_as_those_of_transformers(fa
     """Of a prompt, and of a token behind the state that it leaves, which is float32."""
     folder = write_model(family, tmp_path, **SHAPES[family])
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    weights = Tensors(apart(read_weights(folder), config), torch.bfloat16, torch.device("cpu"))
+    weights = Tensors(open_directory(folder).weights(), torch.bfloat16, torch.device("cpu"))
     model, oracle, text = Decoder.build(config, weights, CudaOps()), load_oracle(folder), prompt(21)
     groups = layer_groups(config, 16, powers_of_two=True)
     kv = torch.zeros(pool_size(config, 8, groups, config.head_dim), dtype=torch.bfloat16)

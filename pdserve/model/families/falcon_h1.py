@@ -1,7 +1,7 @@
 """Falcon-H1 (TII, 2025): attention and a state space side by side in each layer, and multipliers everywhere."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pdserve.model.design import (
     Activation,
@@ -60,27 +60,42 @@ def expanded(fields: Fields) -> int:
     return fields.positive("mamba_expand", 2) * fields.positive("hidden_size")
 
 
-def read_space(fields: Fields, inner: int, eps: float) -> StateSpace:
+@dataclass(frozen=True, slots=True)
+class SpaceKeys:
+    """What configs call the sizes of a state space."""
+
+    heads: str = "mamba_n_heads"
+    groups: str = "mamba_n_groups"
+    kernel: str = "mamba_d_conv"
+    state_dim: str = "mamba_d_state"
+    conv_bias: str = "mamba_conv_bias"
+    chunk: str = "mamba_chunk_size"
+
+
+USUAL_KEYS = SpaceKeys()
+
+
+def read_space(fields: Fields, inner: int, eps: float, keys: SpaceKeys = USUAL_KEYS) -> StateSpace:
     """Read a state space of so many features, with a norm of each group behind the gate."""
     fields.must_be("mamba_proj_bias", False)
     fields.must_be("time_step_limit", *NO_LIMIT)
-    fields.optional_int("mamba_chunk_size")
-    heads, groups = fields.positive("mamba_n_heads", 128), fields.positive("mamba_n_groups", 1)
+    fields.optional_int(keys.chunk)
+    heads, groups = fields.positive(keys.heads, 128), fields.positive(keys.groups, 1)
     if inner % heads or heads % groups:
-        raise fields.unsupported("mamba_n_heads", f"a divisor of {inner} features, and a multiple of {groups} groups")
+        raise fields.unsupported(keys.heads, f"a divisor of {inner} features, and a multiple of {groups} groups")
     fields.must_be("mamba_d_head", "auto", inner // heads)
-    kernel = fields.positive("mamba_d_conv", 4)
+    kernel = fields.positive(keys.kernel, 4)
     if kernel < 2:
-        raise fields.unsupported("mamba_d_conv", "at least 2")
-    if (state_dim := fields.positive("mamba_d_state", 256)) > MOST_KEYS:
-        raise fields.unsupported("mamba_d_state", f"at most {MOST_KEYS}")
+        raise fields.unsupported(keys.kernel, "at least 2")
+    if (state_dim := fields.positive(keys.state_dim, 256)) > MOST_KEYS:
+        raise fields.unsupported(keys.state_dim, f"at most {MOST_KEYS}")
     return StateSpace(
         heads=heads,
         head_dim=inner // heads,
         state_dim=state_dim,
         groups=groups,
         kernel=kernel,
-        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        conv_bias=fields.flag(keys.conv_bias, default=True),
         eps=eps,
         norm_first=False,
     )

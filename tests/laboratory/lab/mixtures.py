@@ -50,7 +50,9 @@ def measure_mixtures(
     models = (
         mixture,
         dense,
-        replace(mixture, layers=tuple(replace(each, mlp=_loop(each.mlp)) for each in mixture.layers)),
+        replace(
+            mixture, layers=tuple(replace(each, mlp=_loop(each.mlp)) for each in mixture.layers if each.mlp is not None)
+        ),
     )
     pages = max(count * _CONTEXT + count * length for count, length in steps) // _PAGE_SIZE + 1
     runners = [Runner(each, pages, _PAGE_SIZE, ()) for each in models]
@@ -105,6 +107,7 @@ def _loop(of: Mlp) -> Mlp:
         tuple(mlps),
         of.shared,
         torch.zeros_like(tiled.counts),
+        tiled.gate_up.inputs,
     )
 
 
