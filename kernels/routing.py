@@ -16,4 +16,5 @@ class Routing:
     normalized: bool = True  # weights are divided by their sum
     scale: float = 1.0  # of weights
     added: float = 0.0  # to the sum that weights are divided by
+    shares: str | None = None  # a tensor of each expert's factor, which weights are multiplied with at last
     group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen

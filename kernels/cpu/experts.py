@@ -26,6 +26,7 @@ class Router:
     routing: Routing
     ranks_bias: Tensor | None = None  # float32 [num_experts]: added to scores where experts are chosen
     logits_bias: Tensor | None = None  # float32 [num_experts]
+    shares: Tensor | None = None  # float32 [num_experts]: see `Routing`
 
     def __post_init__(self) -> None:
         require_tensor("weight", self.weight, (None, None), tuple(DTYPES))
@@ -36,7 +37,8 @@ class Router:
         require(rule.group_best in (1, 2), f"group_best must be 1 or 2, got {rule.group_best}")
         most = kept * count // num_groups
         require(0 < rule.num_chosen <= most, f"num_chosen: {rule.num_chosen} of {most} experts")
-        for name, bias in (("ranks_bias", self.ranks_bias), ("logits_bias", self.logits_bias)):
+        named = {"ranks_bias": self.ranks_bias, "logits_bias": self.logits_bias, "shares": self.shares}
+        for name, bias in named.items():
             if bias is not None:
                 require_tensor(name, bias, (count,), (torch.float32,))
 
@@ -189,6 +191,7 @@ class _Step:
         )  # fmt: skip
         routing = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=rule.scale, mixture=mixture)
         routing.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()
+        routing.weights = None if router.shares is None else router.shares.data_ptr()
         calls.take(num_rows, routing, Call(kind=Kind.GROUPING, mixture=mixture))
         return cls(calls, num_rows, num_slots, chosen, mixture)
 

@@ -45,6 +45,7 @@ UNROUNDED = (
     ".gate.weight",  # routers of experts: few bytes, and rounding would choose others
     ".router.weight",
     ".router.layer.weight",
+    ".router.proj.weight",
     ".shared_expert_gate.weight",
     ".kv_b_proj.weight",  # expands latents: products take its parts in bfloat16
 )
@@ -221,7 +222,7 @@ def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str,
     """
     on_gpu = device in ("cuda", "interpreter")
     served: tuple[str, ...] = DTYPES_OF_GPU if on_gpu else QUANTIZED_DTYPES
-    takes_order = checkpoint.coded_in_order or (on_gpu and not checkpoint.config.design.has_experts)
+    takes_order = checkpoint.coded_in_order or (on_gpu and not checkpoint.config.design.mixtures)
     coded_as = checkpoint.coded_as if takes_order else None
     if asked == "auto":
         keeps = dtype in served and dtype != "float32"

@@ -16,8 +16,9 @@ from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Attends, Recurs
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Heads, Scores
+from pdserve.model.design import Scores
 from pdserve.model.family import Model
+from pdserve.model.kv_heads import Heads
 from pdserve.model.layer_groups import LayerGroup
 from pdserve.model.rope import Rope
 from pdserve.protocol.paging import PageShape, Paging

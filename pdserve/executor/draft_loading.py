@@ -155,7 +155,7 @@ def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint, weights_ha
     if not draft.tokenizer().has_tokens_of(checkpoint.tokenizer()):
         raise ConfigError(f"{draft.path} has other tokens than the model that it guesses for")
     has_windows = any(window is not None for window in draft.config.windows)
-    if kind := untried_kind(draft.config, windows=has_windows, experts=draft.config.design.has_experts):
+    if kind := untried_kind(draft.config, windows=has_windows, experts=bool(draft.config.design.mixtures)):
         raise ConfigError(f"{draft.path} has {kind}; such a model does not draft yet")
     _check_kernels(config, draft.config, checkpoint)
     return form

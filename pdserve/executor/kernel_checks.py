@@ -8,7 +8,6 @@ import torch
 from pdserve.base.errors import ConfigError
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Experts
 from pdserve.model.layer_groups import layer_groups
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.settings.config import Device, WorkerConfig
@@ -59,8 +58,8 @@ def _lacking(model: ModelConfig) -> str:
     """Return what a model needs that no kernel computes; empty: nothing."""
     if model.attends_in_torch:
         return "windows that begin at multiples of their length"
-    experts = [mlp for mlp in model.design.mlps if isinstance(mlp, Experts)]
-    return "experts whose inputs are weighed" if any(each.weighs_inputs for each in experts) else ""
+    weighs = any(each.weighs_inputs for each in model.design.mixtures)
+    return "experts whose inputs are weighed" if weighs else ""
 
 
 def check_use(config: WorkerConfig, model: ModelConfig, specs: "list[AttentionSpec]", device: torch.device) -> None:

@@ -1,11 +1,11 @@
 """What every model's config.json says, checked and typed, and which family reads the rest of it. Free of torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from pdserve.base.errors import ConfigError
-from pdserve.model.design import Design, Heads, LatentAttention, Scores
+from pdserve.model.design import Design, LatentAttention, Scores, SelfAttention
 from pdserve.model.families import llama
 from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
@@ -35,6 +35,7 @@ from pdserve.model.families.seed_oss import SEED_OSS
 from pdserve.model.families.smollm3 import SMOLLM3
 from pdserve.model.families.starcoder2 import STARCODER2
 from pdserve.model.fields import Fields
+from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import LongRope
 from pdserve.model.wrappers import WRAPPERS, text_config
 
@@ -158,7 +159,7 @@ class ModelConfig:
         if latents := {each for each in design.attentions if isinstance(each, LatentAttention)}:
             (latent,) = latents
             num_kv_heads, head_dim = 1, latent.row_width  # as its absorbed form has them
-        elif design.heads:
+        elif heads_in(design):
             num_kv_heads, head_dim = _whole_heads(design)
         _check_ropes(fields, design, latent.turning if latents else head_dim)
         read = cls(
@@ -191,12 +192,12 @@ class ModelConfig:
     @property
     def kinds_of_heads(self) -> tuple[Self, ...]:
         """Return the config as layers of each kind see it."""
-        return tuple(map(self.with_heads, self.design.heads or (None,)))
+        return tuple(map(self.with_heads, heads_in(self.design) or (None,)))
 
     @property
     def has_unlike_heads(self) -> bool:
         """Say whether layers with a window have other heads of keys and values than those that see all tokens."""
-        return len(self.design.heads) > 1
+        return len(heads_in(self.design)) > 1
 
     @property
     def attends_in_torch(self) -> bool:
@@ -259,10 +260,23 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
+def heads_in(design: Design) -> frozenset[Heads]:
+    """Return the heads of a model's layers, where they are not alike."""
+    own = [each.heads for each in design.attentions if isinstance(each, SelfAttention)]
+    return frozenset([each for each in own if each is not None])
+
+
+def heads_of(design: Design, layers: Iterable[int]) -> Heads | None:
+    """Return the heads that layers of one group have alike, where the model's layers are not alike."""
+    attentions = design.attentions
+    own = {each.heads for layer in layers if isinstance(each := attentions[layer], SelfAttention)}
+    return next(iter(own)) if len(own) == 1 else None
+
+
 def _whole_heads(design: Design) -> tuple[int, int]:
     """Return how many heads of keys and values layers have that see all tokens, and their size."""
     whole = [index for index, each in enumerate(design.attentions) if each is not None and each.scores.window is None]
-    heads = design.heads_of(whole)
+    heads = heads_of(design, whole)
     assert heads is not None, "they are alike in every family"
     return heads.num_kv_heads, heads.head_dim
 
@@ -274,7 +288,7 @@ def _longest_context(fields: Fields, design: Design) -> int:
 
 def _check_ropes(fields: Fields, design: Design, head_dim: int) -> None:
     """Raise ConfigError if a rope does not fit the heads."""
-    for rope, own in {(each.rope, design.heads_of([index])) for index, each in enumerate(design.attentions) if each}:
+    for rope, own in {(each.rope, heads_of(design, [index])) for index, each in enumerate(design.attentions) if each}:
         features = head_dim if own is None else own.head_dim
         turning = rope.turning(features)
         if turning % 2 or (turning == 0 and rope.share > 0.0):

@@ -13,7 +13,8 @@ from pdserve.kernels.cpu.calls import Calls
 from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model import design
 from pdserve.model.attention import Attention
-from pdserve.model.config import ModelConfig
+from pdserve.model.beside_experts import BesideExperts
+from pdserve.model.config import ModelConfig, heads_of
 from pdserve.model.family import TensorSource
 from pdserve.model.latent_experts import LatentExperts
 from pdserve.model.layers import Layer, build_layer
@@ -103,7 +104,7 @@ class Decoder:
 
     def expert_counts(self) -> list[Tensor]:
         found = (layer.mlp for layer in self.layers)
-        mlps = [mlp.mixture if isinstance(mlp, LatentExperts) else mlp for mlp in found]
+        mlps = [mlp.mixture if isinstance(mlp, LatentExperts | BesideExperts) else mlp for mlp in found]
         mixtures = (mlp.experts if isinstance(mlp, CompiledExperts) else mlp for mlp in mlps)
         return [each.counts for each in mixtures if isinstance(each, Experts | TiledExperts)]
 
@@ -111,13 +112,8 @@ class Decoder:
         config = self.config
         copies = 3 if config.is_latent else 2  # of what all heads have: of latents, a product of each head is copied
         heads = max((copies * each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in config.kinds_of_heads)
-        mlps = config.design.mlps
-        inner = 3 * max((mlp.inner_size for mlp in mlps), default=0)
-        made = (
-            4
-            * config.hidden_size
-            * max((of.routing.num_chosen for of in mlps if isinstance(of, design.Experts)), default=0)
-        )
+        inner = 3 * max((mlp.inner_size for mlp in config.design.mlps), default=0)
+        made = 4 * config.hidden_size * max((of.routing.num_chosen for of in config.design.mixtures), default=0)
         own = [each.token_values for each in config.design.recurrent if each is not None]
         states = max((values * self.dtype.itemsize + floats * 4 for values, floats in own), default=0)
         return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize + made + states  # experts', in float32
@@ -213,7 +209,7 @@ def _embedding_scale(of: design.Embedding, dtype: torch.dtype) -> float:
 def ropes_of(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
     """Return the rope of each layer; of one without attention, another's."""
     of = config.design
-    kinds = [None if each is None else (each.rope, of.heads_of([i])) for i, each in enumerate(of.attentions)]
+    kinds = [None if each is None else (each.rope, heads_of(of, [i])) for i, each in enumerate(of.attentions)]
     ropes = {
         kind: Rope(config.with_heads(kind[1]).rope_dim, kind[0], device)
         for kind in dict.fromkeys(kinds)

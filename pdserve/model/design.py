@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.kernels.routing import Routing
+from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import RopeConfig
 from pdserve.model.state_design import GatedDelta, Recurrent, ShortConv, StateSpace
 
@@ -77,14 +78,6 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The heads of keys and values of a layer; as many queries have heads of the same size in all layers."""
-
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
 class SelfAttention:
     """The attention of a layer: its matrices, what happens to q and k before they meet, and what then."""
 
@@ -106,8 +99,8 @@ class SelfAttention:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, 2024): a layer keeps one narrow row for each token.
 
-    A row is a key that all heads share, which the rope turns, beside a latent, of which each head's other keys and
-    its values are products. So queries meet rows if those products are taken into the queries and the outputs.
+    A row is a key that all heads share, which turns, beside a latent, of which their other keys and values are made.
+    So queries meet rows if those products are taken into the queries and the outputs.
     """
 
     rope: RopeConfig  # of the features that turn alone
@@ -200,13 +193,14 @@ class Experts:
     weighs_inputs: bool = False  # weights multiply what an expert takes, not what it makes
     latent: Latent | None = None  # that experts take; routers and the shared one take the token's whole row
 
+    def within(self, layer: str) -> str:
+        """Return what names of a layer's mixture begin with, where the layer's own begin with `layer`."""
+        return f"{layer}{self.block}." if self.block else layer
+
     @property
     def inner_size(self) -> int:
         """Return how many features a token has within the MLPs that it takes."""
         return self.routing.num_chosen * self.expert.inner_size + (self.shared.inner_size if self.shared else 0)
-
-
-Mlp = Unmixed | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +209,24 @@ class Around:
 
     before: str | None
     after: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BesideExperts:
+    """An MLP and experts over the same rows, each between norms of its own; their results are added (Gemma 4)."""
+
+    mlp: GatedMlp
+    experts: Experts
+    norm: RmsNorm
+    around: tuple[Around, Around]  # the MLP, and the experts
+    router_norm: str  # a tensor: rows are normed and multiplied with it, and divided by √hidden, before experts' router
+
+    @property
+    def inner_size(self) -> int:
+        return self.mlp.inner_size + self.experts.inner_size
+
+
+Mlp = Unmixed | Experts | BesideExperts
 
 
 Mixer = SelfAttention | LatentAttention | Recurrent | StateSpace | Beside
@@ -282,8 +294,9 @@ class Design:
         return tuple([layer.mlp for layer in self.layers if layer.mlp is not None])
 
     @property
-    def has_experts(self) -> bool:
-        return any(isinstance(mlp, Experts) for mlp in self.mlps)
+    def mixtures(self) -> list[Experts]:
+        own = [mlp.experts if isinstance(mlp, BesideExperts) else mlp for mlp in self.mlps]
+        return [each for each in own if isinstance(each, Experts)]
 
     @property
     def has_wide_norms(self) -> bool:
@@ -295,18 +308,6 @@ class Design:
     def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:
         """Return the attention of each layer, where it has one."""
         return tuple(_attention(layer.attention) for layer in self.layers)
-
-    @property
-    def heads(self) -> frozenset[Heads]:
-        """Return the heads of its layers, where they are not alike."""
-        own = (each.heads for each in self.attentions if isinstance(each, SelfAttention))
-        return frozenset([each for each in own if each is not None])
-
-    def heads_of(self, layers: Iterable[int]) -> Heads | None:
-        """Return the heads that layers of one group have alike, where the model's layers are not alike."""
-        attentions = self.attentions
-        own = {each.heads for layer in layers if isinstance(each := attentions[layer], SelfAttention)}
-        return next(iter(own)) if len(own) == 1 else None
 
     def scores_of(self, layers: Iterable[int]) -> list[Scores]:
         """Return what becomes of scores in those of some layers that have attention."""

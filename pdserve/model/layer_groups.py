@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
-from pdserve.model.config import ModelConfig
-from pdserve.model.design import Heads
+from pdserve.model.config import ModelConfig, heads_of
+from pdserve.model.kv_heads import Heads
 from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import MOST_UNUSED
 
@@ -66,7 +66,7 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
             ratio = 1 << round(math.log2(ratio))
             page_size = min(page_size, LARGEST_POWER // ratio)
         larger, smaller = max(ratio * num_full, num_sliding), min(ratio * num_full, num_sliding)
-        heads = config.design.heads_of(full), config.design.heads_of(sliding)
+        heads = heads_of(config.design, full), heads_of(config.design, sliding)
         if smaller >= larger * (1 - MOST_UNUSED) and _are_whole(config, heads, ratio):
             (window,) = found
             return (
@@ -81,7 +81,7 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
 
 def _features(config: ModelConfig, layers: tuple[int, ...]) -> int:
     """Return the features of keys of a token in layers that have the same heads."""
-    own = config.with_heads(config.design.heads_of(layers))
+    own = config.with_heads(heads_of(config.design, layers))
     return len(layers) * own.num_kv_heads * own.head_dim
 
 

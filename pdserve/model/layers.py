@@ -10,6 +10,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.model import design, state_design
 from pdserve.model.attention import Attention
+from pdserve.model.beside_experts import BesideExperts
 from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.latent_experts import LatentExperts
 from pdserve.model.mlp import Mlp, build_mlp
@@ -262,10 +263,12 @@ def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _mlp(of: design.Mlp, parts: Parts, name: str = "mlp") -> Mlp:
-    block = of.block if isinstance(of, design.Experts) else name
+    if isinstance(of, design.BesideExperts):
+        return BesideExperts.build(of, parts, name)
+    prefix = of.within(parts.prefix) if isinstance(of, design.Experts) else f"{parts.prefix}{name}."
     if isinstance(of, design.Experts) and of.latent is not None:
-        return LatentExperts.build(f"{parts.prefix}{block}.", of, of.latent, parts)
-    return build_mlp(f"{parts.prefix}{block}.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
+        return LatentExperts.build(prefix, of, of.latent, parts)
+    return build_mlp(prefix, of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
 
 
 def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list[Matrix]:

@@ -41,7 +41,7 @@ def load_model(
     """
     device = torch.device(device)
     tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
-    return Decoder.build(config, tensors, ops_for(device, input_bits, with_experts=config.design.has_experts))
+    return Decoder.build(config, tensors, ops_for(device, input_bits, with_experts=bool(config.design.mixtures)))
 
 
 def load_rank(
@@ -57,7 +57,7 @@ def load_rank(
     check_divides(config, rank.degrees)
     needed = needed_weights(config, weights)
     tensors = Tensors({name: needed[name] for name in shapes_of(config, rank)}, dtype, device, progress)
-    ops = ops_for(device, input_bits, with_experts=config.design.has_experts and rank.size == 1)
+    ops = ops_for(device, input_bits, with_experts=bool(config.design.mixtures) and rank.size == 1)
     return Decoder.build(config, tensors, ops, rank).among(ranks)
 
 

@@ -159,9 +159,10 @@ class Experts:
     counts: Tensor  # int64 [num_experts]: tokens that have chosen each so far; each step adds its own
     inputs: int  # of experts: the last features of rows, whose first ones the router takes
     weighs_inputs: bool = False
+    shares: Tensor | None = None  # float32 [num_experts], likewise
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-        weights, chosen = route(x[:, : self.router.data.shape[1]], self.router, self.bias, self.routing)
+        weights, chosen = route(x[:, : self.router.data.shape[1]], self.router, self.bias, self.routing, self.shares)
         x = x[:, x.shape[1] - self.inputs :]
         out = torch.zeros_like(x, dtype=torch.float32)
         order = torch.argsort(chosen.flatten(), stable=True)
@@ -201,15 +202,16 @@ class Experts:
         cls, prefix: str, of: design.Experts, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
     ) -> "Self | CompiledExperts":
         parts = (hidden_size, tensors, ops, rank)
-        shape, routing, shared = (of.num_experts, hidden_size), of.routing, None
+        routing, shared = of.routing, None
         if of.shared is not None:
             gate = tensors.take(f"{prefix}{of.shared_gate}.weight", (1, hidden_size)) if of.shared_gate else None
             outside = prefix.removesuffix(f"{of.block}.") if of.shared_is_outside else prefix
             shared = Shared(build_unmixed(f"{outside}{of.shared_name}.", of.shared, *parts), gate)
         router = Dense(
-            tensors.take(f"{prefix}{of.router}.weight", shape),
-            tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,
+            tensors.take(f"{prefix}{of.router}.weight", (of.num_experts, hidden_size)),
+            tensors.take(f"{prefix}{of.router}.bias", (of.num_experts,)) if of.router_bias else None,
         )
+        shares = tensors.take(f"{prefix}{routing.shares}", (of.num_experts,), exact=True) if routing.shares else None
         bias = _bias_of_choices(f"{prefix}{routing.bias}", of, tensors) if routing.bias else None
         inputs = hidden_size if of.latent is None else of.latent.size
         made = (build_unmixed(f"{prefix}experts.{i}.", of.expert, inputs, *parts[1:]) for i in range(of.num_experts))
@@ -218,17 +220,17 @@ class Experts:
                 stack = _stacked(router, bias, of, made)
             except ValueError as error:
                 raise ConfigError(f"{prefix}experts: {error}") from error
-            return CompiledExperts(stack, shared)
+            return CompiledExperts(replace(stack, shares=shares), shared)
         first = next(made)
         if not of.weighs_inputs and all(isinstance(each, Tiles) for each in first.matrices()):
-            chooses = Router(router.data, routing, bias, None if router.bias is None else router.bias.float())
+            chooses = Router(router.data, routing, bias, None if router.bias is None else router.bias.float(), shares)
             try:
                 tiled = _tiled(chooses, of.expert.activation, chain((first,), made))
             except ValueError as error:
                 raise ConfigError(f"{prefix}experts: {error}") from error
             return CompiledExperts(tiled, shared)
         counts = torch.zeros(of.num_experts, dtype=torch.int64, device=tensors.device)
-        return cls(router, bias, routing, (first, *made), shared, counts, inputs, of.weighs_inputs)
+        return cls(router, bias, routing, (first, *made), shared, counts, inputs, of.weighs_inputs, shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,7 @@ def build_mlp(
     parts = (hidden_size, tensors, ops, rank)
     if isinstance(of, design.Experts):
         return Experts.build(prefix, of, *parts)
+    assert not isinstance(of, design.BesideExperts), "it has norms, which `layers` builds"
     mlp = build_unmixed(prefix, of, *parts)
     return replace(mlp, down=row_parallel(mlp.down, rank))
 

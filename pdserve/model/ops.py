@@ -96,6 +96,7 @@ class ExpertStack:
     activation: Activation
     down: Dense | CodeBlocks  # [num_experts, hidden_size, inner_size]; of codes, experts' outputs follow each other
     is_gated: bool = True  # else `gate_up` has ups alone
+    shares: Tensor | None = None  # float32 [num_experts]: see `Routing`
 
     @property
     def inputs(self) -> int:

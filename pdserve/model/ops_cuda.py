@@ -110,7 +110,7 @@ class CudaOps(TorchElementwise):
         if not isinstance(experts, ExpertStack):
             raise TypeError("tiles are multiplied on CPUs alone")
         routed, taken = x[:, : experts.router.data.shape[1]], x[:, x.shape[1] - experts.inputs :]
-        shares, chosen = route(routed, experts.router, experts.ranks_bias, experts.routing)
+        shares, chosen = route(routed, experts.router, experts.ranks_bias, experts.routing, experts.shares)
         of = Grouped.of(shares, chosen, len(experts.router.data))
         both = _grouped(taken, experts.gate_up, of.rows, of, x.dtype)
         inner = _bent(both, experts.activation) if experts.is_gated else activate(both, experts.activation)

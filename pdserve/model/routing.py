@@ -8,10 +8,16 @@ from pdserve.kernels.routing import Routing
 from pdserve.model.ops import Dense
 
 
-def route(x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen]."""
+def route(
+    x: Tensor, router: Dense, bias: Tensor | None, routing: Routing, shares: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen].
+
+    shares: float32 [num_experts], see `Routing`.
+    """
     added = None if router.bias is None else router.bias.float()
-    return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
+    weights, chosen = routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
+    return weights if shares is None else weights * shares[chosen], chosen
 
 
 def routed(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

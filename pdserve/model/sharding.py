@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Experts
 from pdserve.model.state_design import GatedDelta, Recurrent, ShortConv, StateSpace
 from pdserve.model.weights import Rank
 from pdserve.settings.degrees import Degrees
@@ -33,7 +32,7 @@ def check_divides(config: ModelConfig, degrees: Degrees) -> None:
         return
     for recurrent in dict.fromkeys(config.design.recurrent):
         _check_recurrent(recurrent, size)
-    if any(isinstance(mlp, Experts) and mlp.expert.inner_size % 2 for mlp in config.design.mlps):
+    if any(mixture.expert.inner_size % 2 for mixture in config.design.mixtures):
         raise _refusal(size, "an odd number of features of each expert is not divided between ranks yet")
     heads = config.num_heads
     for kv_heads in {own.num_kv_heads for own in config.kinds_of_heads}:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Experts, GatedMlp, Stacked
+from pdserve.model.design import BesideExperts, Experts, GatedMlp, Stacked
 from pdserve.model.weights import GROUP, Codes, Part, Stored, Weights
 
 if TYPE_CHECKING:
@@ -30,19 +30,20 @@ def apart(weights: Weights, config: ModelConfig, *, keep_coded: bool = False) ->
     mlps = {f"model.layers.{index}.": layer.mlp for index, layer in enumerate(layers)}
     if config.design.guessing is not None:
         mlps[f"{config.design.guessing}layers.0."] = layers[-1].mlp
-    for prefix, of in mlps.items():
+    for prefix, mlp in mlps.items():
+        of = mlp.experts if isinstance(mlp, BesideExperts) else mlp
         if not isinstance(of, Experts) or of.stacked is None:
             continue
         assert isinstance(of.expert, GatedMlp), "others are not stacked"
         if _are_stacked(left, prefix, of, of.expert):
-            stacks = _Stacks(left, f"{prefix}{of.block}.", of.num_experts, of.expert, keep_coded)
+            stacks = _Stacks(left, of.within(prefix), of.num_experts, of.expert, keep_coded)
             left |= stacks.matrices(of.stacked, config.hidden_size)
     return left
 
 
 def _are_stacked(weights: Weights, prefix: str, of: Experts, expert: GatedMlp) -> bool:
     """Say whether a layer of the file has no tensors of single experts. A module that guesses may not be there."""
-    first = f"{prefix}{of.block}.experts.0.{expert.names[0]}.weight"
+    first = f"{of.within(prefix)}experts.0.{expert.names[0]}.weight"
     return first not in weights and any(name.startswith(prefix) for name in weights)
 
 

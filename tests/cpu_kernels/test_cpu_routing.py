@@ -1,6 +1,7 @@
 """Compiled routing chooses as `routing.routed` says, from logits that are the formula's."""
 
 import ctypes
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -37,6 +38,7 @@ def chosen_by(calls: Calls, logits: Tensor, router: Router) -> tuple[Tensor, Ten
     )  # fmt: skip
     call = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=rule.scale, mixture=mixture)
     call.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()
+    call.weights = None if router.shares is None else router.shares.data_ptr()
     calls.take(num_rows, call)
     experts, _, shares = room[ends : ends + 3 * slots].view(3, num_rows, rule.num_chosen)
     return shares.view(torch.float32), experts
@@ -90,6 +92,14 @@ def test_rows_choose_as_torch_does_and_of_equals_the_first(calls: Immediate, dra
     expected, order = chosen.sort(-1)
     assert torch.equal(experts.long(), expected)
     torch.testing.assert_close(shares, weights.gather(1, order), rtol=1e-5, atol=1e-7)
+
+
+def test_factors_of_experts_multiply_their_shares_at_last(calls: Immediate) -> None:
+    logits, factors = normal(1, 6, 12), normal(2, 12)
+    router = Router(torch.zeros(12, 2), Routing(4, scale=2.0), shares=factors)
+    shares, experts = chosen_by(calls, logits, router)
+    plain, _ = chosen_by(calls, logits, replace(router, shares=None))
+    torch.testing.assert_close(shares, plain * factors[experts.long()])
 
 
 def test_scores_that_are_no_numbers_choose_as_torch_does(calls: Immediate) -> None:

@@ -33,7 +33,8 @@ from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.kernel_checks import check_kernels, check_use
-from pdserve.model.config import ModelConfig
+from pdserve.model.beside_experts import BesideExperts
+from pdserve.model.config import ModelConfig, heads_of
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import (
     Activation,
@@ -415,6 +416,17 @@ def cut_ropes(**changes: object) -> Change:
     return lambda of: each_layer(of, changed)
 
 
+def beside_experts(**changes: Callable[[Of], Of]) -> Change:
+    """Change experts beside an MLP."""
+
+    def changed(layer: Of) -> Of:
+        experts = layer.mlp.experts
+        new = {name: change(getattr(experts, name)) for name, change in changes.items()}
+        return replace(layer, mlp=replace(layer.mlp, experts=replace(experts, **new)))
+
+    return lambda of: each_layer(of, changed)
+
+
 def head(**changes: object) -> Change:
     return lambda of: replace(of, head=replace(of.head, **changes))
 
@@ -462,6 +474,10 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gemma4", "the faster rope"): cut_ropes(theta=1e4),
     ("gemma4", "the layers' numbers"): layers(scalar=None),
     ("gemma4", "the cap of logits"): head(soft_cap=None),
+    ("gemma4-moe", "the factors of experts"): beside_experts(routing=lambda of: replace(of, shares=None)),
+    ("gemma4-moe", "the second expert of a token"): beside_experts(routing=lambda of: replace(of, num_chosen=1)),
+    ("gemma4-moe", "scores by softmax"): beside_experts(routing=lambda of: replace(of, by_sigmoid=True)),
+    ("gemma4-moe", "GELU"): beside_experts(expert=lambda of: replace(of, activation=Activation.SILU)),
     ("gemma4", "the norms after attention and MLP"): layers(
         around_attention=Around("input_layernorm"), around_mlp=Around("pre_feedforward_layernorm")
     ),
@@ -625,6 +641,11 @@ def check_latent_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list
     torch.testing.assert_close(added, ops.linear(mixed, whole.o), atol=1e-4, rtol=1e-4)
 
 
+def mlps_of(layer: Of) -> tuple[Of, ...]:
+    """Return what of a layer's MLP ranks add, before there are norms."""
+    return (layer.mlp.mlp, layer.mlp.mixture) if isinstance(layer.mlp, BesideExperts) else (layer.mlp,)
+
+
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
@@ -640,10 +661,11 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
         parts = [half.layers[index] for half in halves]
         of_ranks = [each.attention for each in parts]
         if isinstance(config.design.layers[index].attention, SelfAttention | LatentAttention):  # others: test_ranks.py
-            own = config.with_heads(config.design.heads_of([index]))
+            own = config.with_heads(heads_of(config.design, [index]))
             if own.num_kv_heads > 1 or config.is_latent:  # which several ranks have, where there is one
                 (check_latent_ranks if config.is_latent else check_ranks)(own, x, layer.attention, of_ranks)
         if layer.mlp is None:
             continue
-        added = sum(each.mlp.forward(ops, x, None) for each in parts)
-        torch.testing.assert_close(added, layer.mlp.forward(ops, x, None), atol=1e-4, rtol=1e-4)
+        for own, *of_parts in zip(*map(mlps_of, (layer, *parts)), strict=True):
+            added = sum(each.forward(ops, x, None) for each in of_parts)
+            torch.testing.assert_close(added, own.forward(ops, x, None), atol=1e-4, rtol=1e-4)

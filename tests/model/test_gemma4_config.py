@@ -8,7 +8,8 @@ from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.layouts import describe_layout
 from pdserve.executor.rank_memory import own_layout
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Heads, SelfAttention
+from pdserve.model.design import BesideExperts, SelfAttention
+from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import RopeConfig
 from pdserve.model.sharding import check_divides
 from pdserve.settings.degrees import Degrees
@@ -91,6 +92,15 @@ def test_the_number_of_other_heads_counts_only_where_keys_are_values() -> None:
     assert read(attention_k_eq_v=False).num_kv_heads == 16
 
 
+def test_experts_lie_beside_the_mlp() -> None:
+    mlp = read(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704).design.layers[0].mlp
+    assert isinstance(mlp, BesideExperts)
+    assert (mlp.mlp.inner_size, mlp.experts.expert.inner_size) == (21504, 704)
+    assert (mlp.experts.num_experts, mlp.experts.routing.num_chosen) == (128, 8)
+    with pytest.raises(ConfigError, match="top_k_experts"):
+        read(enable_moe_block=True, num_experts=128, top_k_experts=129, moe_intermediate_size=704)
+
+
 def test_the_last_layer_sees_all_tokens() -> None:
     assert read(layer_types=[*KINDS[:-1], "sliding_attention"]) == read()
 
@@ -104,7 +114,6 @@ def test_a_wrapper_has_the_same_text_part() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block"),
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),  # transformers has 256 of them then
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),

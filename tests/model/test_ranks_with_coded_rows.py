@@ -34,7 +34,16 @@ PROMPTS = [prompt(count, count) for count in (5, 45, 150, 16, 80, 31)]
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
 LLAMA = "llama3"
 CODES: tuple[KvCode, ...] = ("int8", "fp8_e4m3")
-REFUSED = {"deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "gemma4", "glm4-lite", "llama4", "ministral3"}
+REFUSED = {
+    "deepseek-v2",
+    "deepseek-v2-groups",
+    "deepseek-v3",
+    "gemma4",
+    "gemma4-moe",
+    "glm4-lite",
+    "llama4",
+    "ministral3",
+}
 FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES} - REFUSED)
 TWO, STAGES = Degrees(2), Degrees(1, 2)
 # What two ranks change of the lead of a token, over all families: up to 1.8e-2, of Gemma 5.3e-2.

@@ -274,6 +274,15 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         tie_word_embeddings=False,
     ),
     "gemma4": causal(Gemma4TextConfig, **GEMMA_4, tie_word_embeddings=False),
+    "gemma4-moe": causal(
+        Gemma4TextConfig,
+        **GEMMA_4,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+        tie_word_embeddings=False,
+    ),
     "glm4-lite": causal(
         Glm4MoeLiteConfig,
         q_lora_rank=24,
@@ -544,6 +553,7 @@ IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
     "ernie-moe",
+    "gemma4-moe",
     "granite-hybrid",
     "glm4-moe",
     "gpt-oss",

@@ -74,7 +74,18 @@ def in_two_groups(step: StepPlan) -> StepPlan:
 
 
 # With layers of each kind, whose windows the steps pass; the others have one layer.
-OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gpt-oss", "ministral", "olmo3", "qwen2-windows")
+OF_KINDS = (
+    "cohere2",
+    "exaone4",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-moe",
+    "gpt-oss",
+    "ministral",
+    "olmo3",
+    "qwen2-windows",
+)
 SHAPES: dict[str, dict[str, int]] = {
     "deepseek-v3": {"num_hidden_layers": 2},
     "glm4-moe": {"num_hidden_layers": 2},

@@ -56,4 +56,4 @@ def test_ranks_over_kernels_draw_the_tokens_of_one_rank_in_torch(
         mlps = [layer.mlp for runner in ranks.runners for layer in runner._model.layers]  # type: ignore[attr-defined]
         stacks = [mlp.experts for mlp in mlps if isinstance(mlp, CompiledExperts)]
         assert all(isinstance(each, ExpertStack) for each in stacks)
-        assert bool(stacks) == config.design.has_experts
+        assert bool(stacks) == bool(config.design.mixtures)

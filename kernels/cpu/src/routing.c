@@ -124,7 +124,7 @@ static void put_in_order(int32_t *experts, float *shares, int64_t count) {
 static void route_row(const struct call *call, const struct chosen *chosen, int64_t row) {
     const struct mixture *of = &call->mixture;
     const int64_t count = of->num_experts, num_chosen = of->num_chosen;
-    const float *bias = call->bias;
+    const float *bias = call->bias, *factors = call->weights;
     int32_t *experts = chosen->experts + row * num_chosen;
     float *shares = chosen->shares + row * num_chosen, scores[count], ranks[count], sum = 0.0f;
     uint8_t taken[count];
@@ -141,11 +141,12 @@ static void route_row(const struct call *call, const struct chosen *chosen, int6
     sum += (float)of->added;
     const float divisor = !of->normalized ? 1.0f : sum < 1e-20f ? 1e-20f : sum;
     for (int64_t i = 0; i < num_chosen; i++)
-        shares[i] = shares[i] / divisor * (float)call->scale;
+        shares[i] = shares[i] / divisor * (float)call->scale * (factors ? factors[experts[i]] : 1.0f);
     put_in_order(experts, shares, num_chosen);
 }
 
-/* x: logits, float32 [rows, num_experts]; bias: float32 [num_experts], or NULL; scale: of shares. A unit is a row. */
+/* x: logits, float32 [rows, num_experts]; bias, weights (factors of experts' shares): float32 [num_experts], or NULL;
+ * scale: of shares. A unit is a row. */
 void pdserve_routing(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const struct chosen chosen = chosen_of(call, rows);
     for (int64_t row = begin; row < end; row++)

@@ -3,33 +3,42 @@
 In layers with a window all features of a head turn; in the others only the fastest quarter of those that would. Values
 have a norm, too, without weights, and in some models are keys before their norm and their rope. A learnt number
 multiplies what each layer returns.
+
+In a model with experts, each layer has them beside its MLP. Their router sees the layer's input by a norm of its own.
 """
 
 import math
+from dataclasses import replace
 
+from pdserve.kernels.routing import MOST_EXPERTS, Routing
 from pdserve.model.design import (
     Activation,
     Around,
+    BesideExperts,
     Design,
     Embedding,
+    Experts,
     GatedMlp,
     Head,
     HeadNorms,
-    Heads,
     RmsNorm,
     Scores,
     SelfAttention,
     Sequential,
+    Stacked,
 )
 from pdserve.model.families.reading import FULL, SLIDING, Family, activation, kinds_of_layers, require
 from pdserve.model.fields import Fields
+from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import DEFAULT_THETA, LinearRope, RopeConfig
 
+BEFORE_MLP = "pre_feedforward_layernorm"
+OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 ROPES = (RopeConfig(1e6, share=0.25, is_cut=True), RopeConfig(DEFAULT_THETA))  # where the config does not say
 
 
 def _read(fields: Fields) -> Design:
-    require(fields, use_bidirectional_attention="vision", enable_moe_block=False)  # images are not served
+    require(fields, use_bidirectional_attention="vision")  # images are not served
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if fields.integer(key, 0 if key.startswith("num") else 256):
             raise fields.unsupported(key, "0")
@@ -37,7 +46,8 @@ def _read(fields: Fields) -> Design:
     eps, bias = fields.number("rms_norm_eps", 1e-6), fields.flag("attention_bias", default=False)
     shares_keys = fields.flag("attention_k_eq_v", default=False)
     kinds, window = _kinds(fields), fields.positive("sliding_window", 512)
-    (full, sliding), mlp = _ropes(fields), _mlp(fields)
+    (full, sliding), mlp = _ropes(fields), _mlp(fields, eps)
+    before_mlp = None if isinstance(mlp, BesideExperts) else BEFORE_MLP
     heads = _heads(fields, kinds, shares_keys=shares_keys)
 
     def layer(kind: str) -> Sequential:
@@ -56,7 +66,7 @@ def _read(fields: Fields) -> Design:
             mlp,
             RmsNorm(eps),
             around_attention=Around("input_layernorm", "post_attention_layernorm"),
-            around_mlp=Around("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            around_mlp=Around(before_mlp, "post_feedforward_layernorm"),
             scalar="layer_scalar",
         )
 
@@ -66,7 +76,7 @@ def _read(fields: Fields) -> Design:
 
 def _pass_over_unused(fields: Fields) -> None:
     """Look up keys of what is not served, and is not there."""
-    for key in ("vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"):
+    for key in ("vocab_size_per_layer_input", *OF_EXPERTS):
         fields.optional_int(key)
     fields.flag("use_double_wide_mlp", default=False)  # of layers that share keys and values
 
@@ -77,10 +87,25 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     return (*kinds[:-1], FULL)
 
 
-def _mlp(fields: Fields) -> GatedMlp:
-    return GatedMlp(
+def _mlp(fields: Fields, eps: float) -> GatedMlp | BesideExperts:
+    mlp = GatedMlp(
         fields.positive("intermediate_size"), activation(fields, Activation.GELU_TANH, key="hidden_activation")
     )
+    if not fields.flag("enable_moe_block", default=False):
+        return mlp
+    of_all, of_token, inner = OF_EXPERTS
+    count = fields.positive(of_all, most=MOST_EXPERTS)
+    experts = Experts(
+        count,
+        replace(mlp, inner_size=fields.positive(inner)),
+        Routing(fields.positive(of_token, most=count), shares="router.per_expert_scale"),
+        block="",
+        router="router.proj",
+        stacked=Stacked("experts.gate_up_proj", "experts.down_proj"),
+    )
+    around = Around(BEFORE_MLP, "post_feedforward_layernorm_1")
+    around_experts = Around("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    return BesideExperts(mlp, experts, RmsNorm(eps), (around, around_experts), "router.scale")
 
 
 def _heads(fields: Fields, kinds: tuple[str, ...], *, shares_keys: bool) -> dict[str, Heads]:
