@@ -6,6 +6,7 @@ before `keep`: till then, memory beside the pages has how each token changes the
 of convolutions.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,12 @@ class StatesSpec:
     max_seqs: int  # no more than these
     products: int = 0  # of each token with those of its block; 0: there are no blocks
     min_blocked: int = MIN_BLOCKED
+    num_slabs: int = 1  # of a page, of one length: each has a part of every layer's state
+
+    @property
+    def num_places(self) -> int:
+        """Return in how many places a page has a part of a layer's state."""
+        return self.num_slabs * self.num_layers
 
     @property
     def max_blocks(self) -> int:
@@ -66,7 +73,7 @@ class StatesSpec:
     def kept_bytes(self) -> int:
         """Return what the largest step keeps beside the pages."""
         each = self.max_tokens * self.changes + self.max_pieces * self.kept_inputs
-        return FLOAT_BYTES * (self.num_layers * each + self.max_tokens * self.products * BLOCK)
+        return FLOAT_BYTES * (self.num_places * each + self.max_tokens * self.products * BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +100,14 @@ class PagedStates:
         """pool: float32 [num_pages, values of a page], contiguous."""
         require_tensor("pool", pool, (None, None), (torch.float32,))
         require(pool.is_contiguous(), "pool must be contiguous")
-        layer = spec.kept_inputs + spec.memory
-        require(spec.num_layers * layer <= pool.shape[1], f"pool has no room for {spec.num_layers} states of {layer}")
-        self._pool, self._spec = pool, spec
-        self._by_layer = pool[:, : spec.num_layers * layer].view(len(pool), spec.num_layers, layer)
-        self._changes = pool.new_zeros((spec.num_layers, spec.max_tokens, spec.changes))
-        self._inputs = pool.new_zeros((spec.max_pieces, spec.num_layers, spec.kept_inputs))
+        layer, count = spec.kept_inputs + spec.memory, spec.num_slabs
+        slab = pool.shape[1] // count
+        require(spec.num_layers * layer <= slab, f"pool has no room for {spec.num_places} states of {layer}")
+        self._pool, self._spec, self._slab = pool, spec, slab
+        slabs = pool[:, : count * slab].view(len(pool), count, slab)
+        self._by_layer = slabs[:, :, : spec.num_layers * layer].unflatten(2, (spec.num_layers, layer))
+        self._changes = pool.new_zeros((spec.num_places, spec.max_tokens, spec.changes))
+        self._inputs = pool.new_zeros((spec.max_pieces, spec.num_places, spec.kept_inputs))
         self._products = pool.new_zeros((spec.max_tokens, spec.products, BLOCK))  # of a layer at a time
         blocks = 2 * spec.max_blocks
         most = TOKEN_FIELDS * spec.max_tokens, 2 * spec.max_tokens, blocks, blocks, spec.max_pieces
@@ -135,7 +144,8 @@ class PagedStates:
     def recur(self, of: Recurrence, place: int, taken: Tensor) -> Tensor:
         """Return what a layer makes of its inputs: [num_tokens, `of.width`].
 
-        place: of the layer among those with a state. taken: [num_tokens, features].
+        place: of the layer among those with a state, behind those of the slabs before its own.
+        taken: [num_tokens, features].
         """
         plan, num_tokens = self._planned(), len(taken)
         room = len(plan.tokens) if plan.decodes else plan.num_tokens
@@ -144,7 +154,7 @@ class PagedStates:
         require(fits, f"taken must be of {plan.num_tokens} to {room} tokens, got {num_tokens}")
         require(of.kept_inputs == self._spec.kept_inputs and of.memory == self._spec.memory, "layers must be alike")
         (kernel, channels), heads, pool, inputs = of.weight.shape, of.heads, self._pool, self._inputs[:, place]
-        first = place * self._by_layer.shape[2]
+        first = self._first(place)
         convolved = taken.new_empty((num_tokens, channels), dtype=taken.dtype if heads is None else torch.float32)
         device_states.convolve[num_tokens, -(-channels // CONVOLVED)](
             taken, convolved, inputs, pool, of.weight, of.weight if of.bias is None else of.bias, plan.tokens,
@@ -204,37 +214,52 @@ class PagedStates:
         pages, inputs = plan.pages, self._inputs[: len(plan.pages)]
         written = pages.long()
         if num_kept is not None:
-            kept = plan.of.kept(num_kept)
-            pages, pieces, written = self._later.send(kept, places := np.flatnonzero(kept >= 0), kept[places])
+            final = plan.of.kept(num_kept)
+            pages, pieces, written = self._later.send(final, places := np.flatnonzero(final >= 0), final[places])
             inputs, written = inputs.index_select(0, pieces), written.long()
         if heads is not None and plan.num_short:
             self._keep_short(heads, pages)
         if heads is not None and len(plan.long):
             self._keep_long(heads)
-        self._by_layer[:, :, : self._spec.kept_inputs].index_copy_(0, written, inputs)
+        kept = self._by_layer[:, :, :, : self._spec.kept_inputs]
+        kept.index_copy_(0, written, inputs.view(len(inputs), *kept.shape[1:]))
 
     def _keep_short(self, heads: Heads, pages: Tensor) -> None:
-        plan, changes = self._planned(), self._changes
+        plan = self._planned()
         block_k, block_v, num_blocks = _parts(heads, MEMORY)
-        device_states.keep[plan.num_short, len(changes) * heads.count, num_blocks](
-            changes, self._pool, plan.tokens, plan.short, pages,
-            changes.stride(0), self._pool.shape[1], self._by_layer.shape[2], self._memory_at(0),
-            **_sizes(heads), BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
-        )  # fmt: skip
+        for first, changes in self._of_slabs():
+            device_states.keep[plan.num_short, len(changes) * heads.count, num_blocks](
+                changes, self._pool, plan.tokens, plan.short, pages,
+                changes.stride(0), self._pool.shape[1], self._by_layer.shape[3], self._memory_at(first),
+                **_sizes(heads), BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
+            )  # fmt: skip
 
     def _keep_long(self, heads: Heads) -> None:
-        plan, changes = self._planned(), self._changes
+        plan = self._planned()
         block_k, block_v, num_blocks = _parts(heads, BLOCKED_MEMORY, least=LEAST_OF_PRODUCTS)
         keys = min(block_k, BLOCKED_KEYS)
-        state_blocks.keep_blocks[len(plan.long), len(changes) * heads.count, num_blocks](
-            changes, self._pool, plan.tokens, plan.long, plan.blocks, plan.pages,
-            changes.stride(0), self._pool.shape[1], self._by_layer.shape[2], self._memory_at(0),
-            **_sizes(heads), BLOCK=BLOCK, KEYS=keys, TURNS=block_k // keys, BLOCK_V=block_v, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        for first, changes in self._of_slabs():
+            state_blocks.keep_blocks[len(plan.long), len(changes) * heads.count, num_blocks](
+                changes, self._pool, plan.tokens, plan.long, plan.blocks, plan.pages,
+                changes.stride(0), self._pool.shape[1], self._by_layer.shape[3], self._memory_at(first),
+                **_sizes(heads), BLOCK=BLOCK, KEYS=keys, TURNS=block_k // keys, BLOCK_V=block_v,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+
+    def _of_slabs(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first place of each slab, and how tokens change the memories of its layers."""
+        count = self._spec.num_layers
+        return zip(range(0, self._spec.num_places, count), self._changes.split(count), strict=True)
+
+    def _first(self, place: int) -> int:
+        """Return where a part of a layer's state begins in a page."""
+        slab, layer = divmod(place, self._spec.num_layers)
+        layer_floats: int = self._by_layer.shape[3]
+        return slab * self._slab + layer * layer_floats
 
     def _memory_at(self, place: int) -> int:
-        """Return where the memory of a layer begins in a page."""
-        return place * self._by_layer.shape[2] + self._spec.kept_inputs
+        """Return where the memory of a part begins in a page."""
+        return self._first(place) + self._spec.kept_inputs
 
     def _planned(self) -> _Plan:
         if self._plan is None:

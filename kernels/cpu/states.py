@@ -91,11 +91,12 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one of several ranks has of a layer's state, which lies in pages as one rank has it."""
+    """A part of a layer's state: that of one of several ranks in pages that have it as one rank does, or a slab."""
 
-    channels: int  # of all ranks
+    channels: int  # of all ranks, or of the slab
     runs: tuple[slice, ...]  # of these, the rank's, in its order
     heads_before: int = 0  # of other ranks
+    slab: int = 0  # in which it lies: pages may be divided into slabs, which have a part of each layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pdserve.engine.batch import Ints
 from pdserve.engine.layer_kinds import pool_in, pool_size
 from pdserve.engine.runner import zeroed
 from pdserve.kernels.kv_rows import KvRows
@@ -22,6 +23,7 @@ class DevicePages:
     # Overwrites a tensor with the first rank's; all ranks call it, in one order. None: there are no others.
     spread: Callable[[Tensor], None] | None = None
     code: KvCode | None = None  # the form of K and V; None: the model's type
+    keep: Callable[[Ints | None], None] | None = None  # of the first rank: lets others keep their parts of states
 
     def pool_of(self, model: Model, num_pages: int, page_size: int) -> tuple[tuple[LayerGroup, ...], Tensor, KvRows]:
         """Return groups of layers, zeroed pages and their rows; those of the smallest group have `page_size` tokens."""

@@ -42,7 +42,8 @@ def step_bytes(model: Model, limits: Limits) -> int:
     if config.has_states:
         *_, states = layer_groups(config, 1, powers_of_two=True)  # larger pages have fewer ends
         most = max(limits.max_num_batched_tokens, num_rows), num_rows
-        fixed += states_spec(config, states.page_size, *most).kept_bytes
+        parts = model.rank.kv_heads(config.num_state_parts)
+        fixed += states_spec(config, states.page_size, most, parts.stop - parts.start).kept_bytes
     return limits.max_num_batched_tokens * per_token + num_rows * logits + captured + fixed
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Chains, Ints, PoolShape
-from pdserve.engine.states import States
+from pdserve.engine.states import Places, States
 from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Attends, Recurs
@@ -49,7 +50,7 @@ class KeepsStates(Protocol):
 
 
 A = TypeVar("A", bound=Attends)
-MakesStates = Callable[[Tensor, LayerGroup, Sequence[tuple[int, ...]]], KeepsStates]
+MakesStates = Callable[[Tensor, LayerGroup, Places], KeepsStates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def by_layer(
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
         if group.has_states:
-            states = make_states(kv, group, config.design.state_parts)
+            states = make_states(kv, group, _places(model, kv, group))
             continue
         view, own_rows, heads = pages_of(kv, config, group, rows.width), rows, group.heads
         if not group.num_kv_heads:
@@ -110,6 +111,11 @@ def by_layer(
                 parts.append(make(LayerKind(number, scores, view, of_group, own_rows, heads)))
             places[layer] = kinds[number, scores], place
     return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
+
+
+def _places(model: Model, kv: Tensor, group: LayerGroup) -> Places:
+    parts, page = model.rank.kv_heads(model.config.num_state_parts), kv[0].nbytes // torch.float32.itemsize
+    return Places.of(model.config, group, page, parts.stop - parts.start)
 
 
 def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup], width: int) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.states_triton import TritonStates
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.engine.step_inputs import step_inputs
+from pdserve.engine.steps_in_flight import InFlight, SampledOnDevice
 from pdserve.engine.warm_up_steps import prompt_steps
 from pdserve.kernels.staging import Staging, aligned
 from pdserve.model.family import Model
@@ -59,42 +59,7 @@ class Left:
 
 
 TakesIn = Callable[[StepPlan, Batch, Left, Tensor | None], object]  # the tensor: sampled tokens
-_OnHost = tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]  # see `_InFlight`
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step on its way through the device."""
-
-    batch: Batch | None  # None: copies alone
-    token_ids: Tensor  # on the host, filled when the step is done
-    logprobs: Scores | None  # of tokens, where they are asked for; on the host
-    scores: Mapping[int, Scores]  # of prompts, by place in the plan; on the host
-    stuck: Mapping[int, str]  # why a sample's grammar lets nothing follow
-    done: torch.cuda.Event | None
-    started_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """The tokens that a step samples, on the device."""
-
-    token_ids: Tensor  # [num_samples] in batch order; on ranks that do not sample they come with the next step
-    first_samples: Ints  # [num_chunks]: where the samples of each of the plan's chunks begin
-    on_host: Tensor  # the same tokens, once `copied`
-    copied: torch.cuda.Event | None
-
-    def of_chunks(self, chunks: Ints) -> Ints:
-        """Return where the first samples of some of the plan's chunks are."""
-        if chunks.max() >= len(self.first_samples):
-            raise InvariantError(f"a step needs a token of chunk {chunks.max()} of {len(self.first_samples)}")
-        return self.first_samples[chunks]
-
-    def wait(self) -> list[int]:
-        """Wait for the tokens; the work that was launched behind them goes on."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return cast("list[int]", self.on_host.tolist())
+_OnHost = tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]  # see `InFlight`
 
 
 class CudaRunner:
@@ -120,7 +85,7 @@ class CudaRunner:
         """
         config, device = model.config, model.device
         self.groups, self.kv, rows = pages.pool_of(model, num_pages, page_size)
-        self.rank, self.spread = model.rank, pages.spread
+        self.rank, self.spread, self._keep_others = model.rank, pages.spread, pages.keep
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)
@@ -138,8 +103,8 @@ class CudaRunner:
         self._sampler: KernelSampler | None = None
         if model.rank.index == 0:
             self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, self._sizes[-1], device)
-        self._sampled: _Sampled | None = None  # by the step started last
-        self._in_flight: deque[_InFlight] = deque()
+        self._sampled: SampledOnDevice | None = None  # by the step started last
+        self._in_flight: deque[InFlight] = deque()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step while no other is in flight."""
@@ -157,7 +122,7 @@ class CudaRunner:
         made = self._compute(plan, batch) if batch is not None else (_NOTHING, None, {}, {})
         if batch is not None and self._attention.states is not None and not batch.has_guesses:
             self._attention.states.commit()  # last: a step that is not launched whole writes no state
-        self._in_flight.append(_InFlight(batch, *made, self._mark(), started_s))
+        self._in_flight.append(InFlight(batch, *made, self._mark(), started_s))
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -178,10 +143,24 @@ class CudaRunner:
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
 
     def _keep_states(self, batch: Batch, sampled: Seq[int], stuck: Collection[int]) -> None:
-        """Write the states behind guesses that were right: the host had to see what is sampled."""
-        if self._attention.states is None or not batch.has_guesses:
+        """Write the states behind guesses that were right, on all ranks: the host had to see what is sampled."""
+        if self._sampler is None or self._attention.states is None or not batch.has_guesses:
             return
-        self._attention.states.commit(batch.num_kept(sampled, stuck))
+        num_kept = batch.num_kept(sampled, stuck)
+        if self._keep_others is not None:
+            self._keep_others(num_kept)
+        self.commit(num_kept)
+
+    @property
+    def has_states(self) -> bool:
+        """Say whether `commit` ends a step with guesses that another rank samples."""
+        return self._attention.states is not None
+
+    @torch.inference_mode()
+    def commit(self, num_kept: Ints | None) -> None:
+        """Write the states behind so many tokens of each chunk of the step that was started last (all: None)."""
+        assert self._attention.states is not None, "others keep none"
+        self._attention.states.commit(num_kept)
         if (written := self._mark()) is not None:
             written.synchronize()
 
@@ -236,14 +215,14 @@ class CudaRunner:
             return _NOTHING, None, {}
         if self._sampler is None:
             awaited = torch.empty(len(batch.samples), dtype=torch.int64, device=self.kv.device)
-            self._sampled = _Sampled(awaited, batch.first_samples, _NOTHING, None)
+            self._sampled = SampledOnDevice(awaited, batch.first_samples, _NOTHING, None)
             return _NOTHING, None, {}
         samples = self._completed(batch)  # while the device computes, and masks, too
         masks = token_masks(samples, self._pool.vocab_size, self._eos_token_ids)
         sampled = self._sampler.sample(logits, samples, masks)
         token_ids = torch.empty(len(samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)
-        self._sampled = _Sampled(sampled, batch.first_samples, token_ids, self._mark())
+        self._sampled = SampledOnDevice(sampled, batch.first_samples, token_ids, self._mark())
         return token_ids, self._logprobs(logits, batch, sampled), masks.stuck
 
     def _completed(self, batch: Batch) -> Seq[SampleSpec]:
@@ -260,7 +239,7 @@ class CudaRunner:
             samples[sample] = samples[sample].after(tokens[source])
         return samples
 
-    def _before(self) -> _Sampled:
+    def _before(self) -> SampledOnDevice:
         if self._sampled is None:
             raise InvariantError("a step needs tokens of one that sampled nothing")
         return self._sampled

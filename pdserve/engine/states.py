@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
+from typing import Self
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from pdserve.engine.batch import Chains, Ints
 from pdserve.kernels.cpu.states import Recurrence
 from pdserve.kernels.state_pieces import Pieces
 from pdserve.model.attention import Advance, Recurs
+from pdserve.model.config import ModelConfig
 from pdserve.model.layer_groups import LayerGroup
 
 
@@ -43,15 +45,34 @@ class _Step:
     pieces: tuple[_Piece, ...]  # those of a chunk in order
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where states of layers lie in a page; counted in float32 values."""
+
+    firsts: dict[int, int]  # of each layer, in a slab
+    num_slabs: int  # parts of a state that a rank has
+    slab: int  # values of one
+
+    @classmethod
+    def of(cls, config: ModelConfig, group: LayerGroup, page: int, num_slabs: int) -> Self:
+        """page: values of one."""
+        sizes = config.state_sizes
+        firsts = accumulate([sizes[layer] for layer in group.layers], initial=0)
+        return cls(dict(zip(group.layers, firsts, strict=False)), num_slabs, page // num_slabs)
+
+    def first(self, layer: int, of: Recurrence) -> int:
+        """Return the first value of a part of a layer's state."""
+        return of.state_part.slab * self.slab + self.firsts[layer]
+
+
 class States:
     """Plans a step once, then serves each layer with a state, in plain torch; see `states_compiled.py`."""
 
-    def __init__(self, kv: Tensor, group: LayerGroup, parts: Seq[tuple[int, ...]]) -> None:
-        """kv: the pool. parts: float32 values of each part of a state, in each layer of the model."""
+    def __init__(self, kv: Tensor, group: LayerGroup, places: Places) -> None:
+        """kv: the pool."""
         self._rows = kv.view(len(kv), -1).view(torch.float32)
         self._span = group.page_size
-        sizes = [sum(parts[layer]) for layer in group.layers]
-        self._firsts = dict(zip(group.layers, accumulate(sizes, initial=0), strict=False))
+        self._places = places
         self._step: _Step | None = None
         self._written: list[tuple[Tensor, slice, Tensor]] = []
 
@@ -82,7 +103,7 @@ class States:
         return self._step
 
     def _recur(self, layer: int, of: Recurrence, rows: Tensor, advance: Advance) -> Tensor:
-        step, parts = self._planned(), _columns(of, self._firsts[layer])
+        step, parts = self._planned(), _columns(of, self._places.first(layer, of))
         states = [self._before(step, columns) for columns in parts]
         out: Tensor | None = None
         for piece in step.pieces:

@@ -1,13 +1,12 @@
 """States of sequences in pages, which the compiled library reads and writes; `states.py` says how they lie."""
 
-from collections.abc import Sequence as Seq
-from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Chains, Ints
+from pdserve.engine.states import Places
 from pdserve.kernels.cpu.calls import Calls, Program
 from pdserve.kernels.cpu.states import Kept, PagedStates
 from pdserve.model.attention import Recurs
@@ -17,25 +16,23 @@ from pdserve.model.layer_groups import LayerGroup
 class CompiledStates:
     """Plans a step once, then serves each layer with a state; `States` does the same in torch."""
 
-    def __init__(self, calls: Calls, keeping: Calls, paged: PagedStates, firsts: dict[int, int]) -> None:
-        """keeping: of what `commit` does. firsts: of each layer, its first value in a page."""
+    def __init__(self, calls: Calls, keeping: Calls, paged: PagedStates, places: Places) -> None:
+        """keeping: of what `commit` does."""
         self._calls = calls
         self._keeping = keeping
         self._paged = paged
-        self._firsts = firsts
+        self._places = places
         self._kept: list[Kept] = []
         self._recorded: tuple[Program, int] | None = None
 
     @classmethod
-    def of(cls, calls: Calls, kv: Tensor, group: LayerGroup, parts: Seq[tuple[int, ...]]) -> Self:
-        """kv: the pool. parts: float32 values of each part of a state, in each layer of the model."""
-        paged = PagedStates(kv.view(len(kv), -1).view(torch.float32), group.page_size)
-        sizes = [sum(parts[layer]) for layer in group.layers]
-        return cls(calls, calls, paged, dict(zip(group.layers, accumulate(sizes, initial=0), strict=False)))
+    def of(cls, calls: Calls, kv: Tensor, group: LayerGroup, places: Places) -> Self:
+        """kv: the pool."""
+        return cls(calls, calls, PagedStates(kv.view(len(kv), -1).view(torch.float32), group.page_size), places)
 
     def planned(self, calls: Program, keeping: Program) -> "CompiledStates":
         """Return these states through other calls, for steps of short chunks; `commit` then records `keeping`."""
-        return CompiledStates(calls, keeping, self._paged, self._firsts)
+        return CompiledStates(calls, keeping, self._paged, self._places)
 
     def plan(self, chains: Chains) -> None:
         """Prepare what all layers share of the step."""
@@ -44,7 +41,8 @@ class CompiledStates:
 
     def recur(self, layer: int, taken: Tensor, of: Recurs) -> Tensor:
         """Compute one layer; see `pdserve.model.attention.Attention`."""
-        out, kept = self._paged.recur(self._calls, of.recurrence, self._firsts[layer], taken)
+        recurrence = of.recurrence
+        out, kept = self._paged.recur(self._calls, recurrence, self._places.first(layer, recurrence), taken)
         self._kept.append(kept)
         return out
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from pdserve.base.errors import DeviceError
 from pdserve.base.signals import end_served
 from pdserve.checkpoint.checkpoint import weights_in_form
+from pdserve.engine.batch import Ints
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan
 from pdserve.executor.draft_loading import Drafts, LoadedDrafts, drafter_of, follow_head, load_guessing
@@ -24,7 +25,7 @@ from pdserve.executor.executor import Executor
 from pdserve.executor.followers import Followers
 from pdserve.executor.form import Form, Progress, check_inputs, load_form
 from pdserve.executor.node_ranks import join_group
-from pdserve.executor.rank_frames import Ended, OwnPages, Pages, Setup, Step, plan_of
+from pdserve.executor.rank_frames import Ended, Kept, OwnPages, Pages, Setup, Step, keep_states, plan_of
 from pdserve.executor.rank_group import LOOPBACK, GroupRanks, device_of_rank, within
 from pdserve.executor.rank_memory import check_on_devices, device_pages
 from pdserve.executor.ranked import Leading, LeadingHead, RankedExecutor
@@ -80,7 +81,8 @@ def load_on_devices(
         limits = fitting.limits(num_pages)
         with within(START_S, "the ranks' first steps"), _ending_the_process():
             followers.join(ranks, num_pages)
-            runner = _runner(model, ranks, config, limits, (followers.make_pages(num_pages), num_pages, layout))
+            pages = followers.make_pages(num_pages), num_pages, layout
+            runner = _runner(model, ranks, config, limits, pages, followers.keep)
             followers.end()
             leading = Leading(runner, followers, followers.begin)
             drafter = drafter_of(guessing, runner, layout.page_size, limits, lambda head: LeadingHead(head, leading))
@@ -138,6 +140,8 @@ class DeviceFollower:
             self._guess(plan_of(step))
             return
         self._runner.start(plan_of(step))
+        if self._runner.has_states and step.has_guesses:
+            keep_states(self._runner, self._channel.receive(Kept))  # what rank 0 says next
         self._ends.submit(self._end)
 
     def _guess(self, plan: StepPlan) -> None:
@@ -159,12 +163,17 @@ class DeviceFollower:
 
 
 def _runner(
-    model: Model, ranks: GroupRanks, config: WorkerConfig, limits: Limits, pages: tuple[Tensor, int, KvLayout]
+    model: Model,
+    ranks: GroupRanks,
+    config: WorkerConfig,
+    limits: Limits,
+    pages: tuple[Tensor, int, KvLayout],
+    keep: Callable[[Ints | None], None] | None = None,
 ) -> "CudaRunner":
     # A CPU worker has no need of Triton.
     from pdserve.engine.device_pages import DevicePages  # noqa: PLC0415
     from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
 
     memory, num_pages, layout = pages
-    kept = DevicePages(memory, ranks.spread, coded_as(layout.dtype))
+    kept = DevicePages(memory, ranks.spread, coded_as(layout.dtype), keep)
     return CudaRunner(model, num_pages, config.page_size, limits, None, kept)

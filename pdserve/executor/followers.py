@@ -59,6 +59,7 @@ class Followers:
         self._nodes, self._limit_s = nodes, config.stalled_step_s
         self._is_closing = self._have_met = False
         self._have_states, self._are_to_keep = form.checkpoint.config.has_states, False
+        self._have_devices = own is not None  # then each keeps a step's states itself where it has no guesses
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         self.drain_s = 2 * config.stalled_step_s  # two steps may be under way
         degrees, has_library = config.degrees, not isinstance(library(), Missing)
@@ -148,7 +149,7 @@ class Followers:
         """Let all do their parts of a step, or of a pass in which a head guesses."""
         step = step_of(plan, is_guessing=is_guessing)
         self._send_all(step)
-        self._are_to_keep = self._have_states
+        self._are_to_keep = self._have_states and (step.has_guesses or not self._have_devices)
 
     def keep(self, num_kept: Ints | None) -> None:
         """Let all write the states of a step that is computed and sampled: see `Runner.commit`."""

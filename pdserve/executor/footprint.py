@@ -10,7 +10,7 @@ import torch
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import check_model
 from pdserve.executor.draft_loading import among_ranks, draft_bytes, open_drafts, with_room
-from pdserve.executor.form import DTYPES, KERNEL_DEVICES, weight_bytes
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, in_parts, weight_bytes
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.layouts import layout_of
 from pdserve.executor.memory import available_bytes
@@ -102,7 +102,7 @@ def footprint_of(path: Path, **flags: object) -> Footprint:
     checkpoint = check_model(path)
     worker = _any_worker(path, flags)
     drafts = open_drafts(worker, checkpoint, "not read")
-    checkpoint = with_room(checkpoint, drafts)
+    checkpoint = in_parts(with_room(checkpoint, drafts), worker)
     config, device, degrees = checkpoint.config, worker.device, worker.degrees
     compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
     dtype, because = choose_dtype(worker.dtype, device, read_cpu_info(), compiled=compiled)
@@ -137,7 +137,7 @@ def footprint_of(path: Path, **flags: object) -> Footprint:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         windows=config.windows,
-        state_bytes=STATE_BYTES * sum(config.design.state_sizes),
+        state_bytes=STATE_BYTES * config.num_state_parts * sum(config.state_sizes),
         kv_dtype=layout.dtype,
         token_bytes=layout.token_bytes,
         page_sizes=layout.page_sizes,

@@ -27,6 +27,7 @@ from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model, load_rank
 from pdserve.model.ops import rounds_inputs
 from pdserve.model.parallel import Collective
+from pdserve.model.sharding import check_state_parts
 from pdserve.model.stages import Stages
 from pdserve.model.weights import GROUP, SEGMENT, Stored, Weights
 from pdserve.protocol.kvlayout import KvCode
@@ -66,6 +67,7 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     if config.load_format == "dummy":
         weights = partial(dummy_weights, checkpoint.config, config.seed)
         checkpoint = replace(checkpoint, weights=weights, coded_weights=None)
+    checkpoint = in_parts(checkpoint, config)
     quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
     products = _products(config, quantization)
     logger.info("dtype %s: %s; quantization %s", dtype, because, products)
@@ -73,6 +75,18 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     rows = LATENT_ROWS if checkpoint.config.is_latent else ""
     weights_hash = weights_hash or f"{checkpoint.fingerprint} {source} {config.seed} {products}{rows}"
     return Form(checkpoint, dtype, quantization, weights_hash)
+
+
+def in_parts(checkpoint: Checkpoint, config: WorkerConfig) -> Checkpoint:
+    """Return a model whose states are divided as pages are where ranks have memory of their own.
+
+    ConfigError where they cannot be.
+    """
+    model = checkpoint.config
+    if config.rank_memory != "own" or not model.has_states:
+        return checkpoint
+    check_state_parts(model, config.degrees.tensor)
+    return replace(checkpoint, config=replace(model, num_state_parts=model.num_kv_heads))
 
 
 def _products(config: WorkerConfig, quantization: ChosenQuantization) -> str:

@@ -38,7 +38,7 @@ def check_kernels(
         raise ConfigError(f"device: {device} does not serve this model: its kernels have no {lacking} yet")
     try:
         if model.has_states:
-            states_spec(model, page_size, 1, 1)
+            states_spec(model, page_size, (1, 1))
             if dtype not in DTYPES:
                 raise ValueError(f"dtype must be one of {DTYPES} beside states, got {dtype}")
         specs = [

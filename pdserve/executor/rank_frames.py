@@ -4,10 +4,14 @@ A step is its plan without what only rank 0 does: no sampling parameters, no tex
 memory of their own.
 """
 
+from typing import Protocol
+
 import msgspec
+import numpy as np
 
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
+from pdserve.engine.batch import Ints
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
 from pdserve.kvtransfer.routes import Share
 from pdserve.protocol.pooling import Pooling
@@ -75,6 +79,10 @@ class Step(msgspec.Struct, array_like=True):
     copies: list[tuple[int, int]] = []
     is_guessing: bool = False
 
+    @property
+    def has_guesses(self) -> bool:
+        return any(part.continues for part in self.parts)
+
 
 class Kept(msgspec.Struct, array_like=True):
     """How a step ends of a model whose layers keep states, once rank 0 has sampled: which of them are written."""
@@ -89,6 +97,18 @@ class Ended(msgspec.Struct, array_like=True):
     failure: str = ""  # why it could not; empty: it could
     is_refusal: bool = False  # the operator can mend it
     num_pages: int = 0  # for which a rank has room that has loaded its part on a device of its own
+
+
+class Commits(Protocol):
+    """A rank that has done its part of a step which another one samples."""
+
+    def commit(self, num_kept: Ints | None) -> None: ...
+
+
+def keep_states(runner: Commits, kept: Kept) -> None:
+    """Write a rank's part of a step's states."""
+    if not kept.is_failed:
+        runner.commit(None if kept.num_tokens is None else np.array(kept.num_tokens, np.int64))
 
 
 def step_of(plan: StepPlan, *, is_guessing: bool = False) -> Step:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.features import Features
 from pdserve.engine.runner import RankPages, Runner
@@ -16,7 +14,7 @@ from pdserve.executor.kernel_checks import choose_interpreter
 from pdserve.executor.layouts import layout_of
 from pdserve.executor.loading import fitting_of
 from pdserve.executor.node_ranks import NodeRanks, join_group
-from pdserve.executor.rank_frames import Ended, Kept, OwnPages, Pages, Setup, Step, plan_of
+from pdserve.executor.rank_frames import Ended, Kept, OwnPages, Pages, Setup, Step, keep_states, plan_of
 from pdserve.executor.rank_memory import mapped_pages, new_pages, region_of
 from pdserve.executor.rank_sums import Ranks, ranks_of
 from pdserve.kernels.cpu.build import Missing
@@ -50,15 +48,10 @@ def load_follower(config: WorkerConfig, setup: Setup, channel: Channel) -> tuple
         runner.follow(plan_of(step))
         ranks.check()
         if runner.has_states:
-            _keep(runner, channel.receive(Kept))
+            keep_states(runner, channel.receive(Kept))
         channel.send(Ended())
 
     return follow, region
-
-
-def _keep(runner: Runner, kept: Kept) -> None:
-    if not kept.is_failed:
-        runner.commit(None if kept.num_tokens is None else np.array(kept.num_tokens, np.int64))
 
 
 def _load_on_cpu(

@@ -47,7 +47,7 @@ def own_layout(model: ModelConfig, layout: KvLayout, degrees: Degrees) -> KvLayo
 
     ConfigError where such ranks were not compared with one that has all.
     """
-    if kind := untried_kind(model, **{"latent rows": False}):
+    if kind := untried_kind(model, **{"latent rows": False, "states": False}):
         raise ConfigError(f"rank_memory: own is not served for a model with {kind}")
     if layout.others and degrees.pipeline > 1:
         raise ConfigError(f"rank_memory: own is not served for {degrees} of a model with layers in several groups")

@@ -37,6 +37,7 @@ from pdserve.model.families.starcoder2 import STARCODER2
 from pdserve.model.fields import Fields
 from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import LongRope
+from pdserve.model.weights import Rank
 from pdserve.model.wrappers import WRAPPERS, text_config
 
 FAMILIES: Mapping[str, Family] = {  # by architecture
@@ -133,6 +134,7 @@ class ModelConfig:
     dtype: str | None  # of the checkpoint, where it is named
     design: Design
     num_head_layers: int = 0  # of a drafting head, whose KV lies in pages behind that of these layers
+    num_state_parts: int = 1  # into which pages divide states: one, or one for each KV head
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object]) -> "ModelConfig":
@@ -219,7 +221,13 @@ class ModelConfig:
     @property
     def has_states(self) -> bool:
         """Say whether layers keep a state of a sequence, whose size does not depend on how long it is."""
-        return any(self.design.state_sizes)
+        return any(each is not None for each in self.design.recurrent)
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Return of each layer how many float32 values a part of a state has; 0: the layer keeps none."""
+        part = Rank(0, self.num_state_parts)
+        return tuple([0 if each is None else sum(each.of_rank(part).state_parts) for each in self.design.recurrent])
 
     @property
     def kv_parts(self) -> int:

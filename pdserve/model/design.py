@@ -324,16 +324,6 @@ class Design:
         )
 
     @property
-    def state_parts(self) -> tuple[tuple[int, ...], ...]:
-        """Return of each layer the parts of its state (`state_design`)."""
-        return tuple(() if each is None else each.state_parts for each in self.recurrent)
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Return of each layer how many float32 values a sequence has whatever its length; 0: none."""
-        return tuple(map(sum, self.state_parts))
-
-    @property
     def longest_context(self) -> int | None:
         """Return the most tokens that the ropes serve, where they say so."""
         ends = [each.rope.longest_context for each in self.attentions if each is not None]

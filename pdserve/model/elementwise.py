@@ -17,8 +17,8 @@ class Elementwise(Protocol):
         """Return x * sigmoid(gates); both may be overwritten."""
         ...
 
-    def side_by_side(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the features of both for each token."""
+    def side_by_side(self, *parts: Tensor) -> Tensor:
+        """Return the features of all for each token."""
         ...
 
 
@@ -31,8 +31,8 @@ class TorchElementwise:
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return x.mul_(gates.sigmoid_())
 
-    def side_by_side(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.cat((first, second), -1)
+    def side_by_side(self, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, -1)
 
 
 def is_one(factor: float | Tensor) -> bool:

@@ -94,16 +94,19 @@ def _are_whole(config: ModelConfig, heads: tuple[Heads | None, Heads | None], ra
 def held_by(rank: Rank, config: ModelConfig, groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
     """Return what a rank with memory of its own has of a model's groups: its layers, and its KV heads of each."""
     own, heads = rank.layers(config.num_layers), rank.kv_heads(config.num_kv_heads)
-    layers = [tuple([layer for layer in group.layers if layer in own]) for group in groups]
-    held = {"num_kv_heads": heads.stop - heads.start}
-    return tuple([replace(group, layers=of, **held) for group, of in zip(groups, layers, strict=True)])
+    count, held = heads.stop - heads.start, list[LayerGroup]()
+    for group in groups:
+        layers = tuple([layer for layer in group.layers if layer in own])
+        elements = group.state_elements // config.num_kv_heads * count
+        held.append(replace(group, layers=layers, num_kv_heads=count, state_elements=elements))
+    return tuple(held)
 
 
 def _with_states(config: ModelConfig, page_size: int, *, powers_of_two: bool) -> tuple[LayerGroup, ...]:
     """Return the groups of a model some of whose layers keep a state."""
-    sizes, attentions = config.design.state_sizes, config.design.attentions
+    sizes, attentions = config.state_sizes, config.design.attentions
     full = tuple(place for place, each in enumerate(attentions) if each is not None)
-    elements = STATE_ITEM * sum(sizes)
+    elements = STATE_ITEM * config.num_state_parts * sum(sizes)
     num_heads = config.num_head_layers
     token = (len(full) + num_heads) * config.kv_parts * config.num_kv_heads * config.head_dim
     needed = -(-elements // token)

@@ -123,11 +123,11 @@ class CompiledOps:
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return scale(self._calls, x, 1.0, x, gates)
 
-    def side_by_side(self, first: Tensor, second: Tensor) -> Tensor:
-        width = first.shape[1]
-        out = self._calls.empty(len(first), width + second.shape[1], first.dtype)
-        scale(self._calls, first, 1.0, out[:, :width])
-        scale(self._calls, second, 1.0, out[:, width:])
+    def side_by_side(self, *parts: Tensor) -> Tensor:
+        widths = [part.shape[1] for part in parts]
+        out = self._calls.empty(len(parts[0]), sum(widths), parts[0].dtype)
+        for part, place in zip(parts, out.split(widths, 1), strict=True):
+            scale(self._calls, part, 1.0, place)
         return out
 
 

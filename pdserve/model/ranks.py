@@ -93,5 +93,5 @@ class RankedOps:
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return self._ops.sigmoid_gated(x, gates)
 
-    def side_by_side(self, first: Tensor, second: Tensor) -> Tensor:
-        return self._ops.side_by_side(first, second)
+    def side_by_side(self, *parts: Tensor) -> Tensor:
+        return self._ops.side_by_side(*parts)

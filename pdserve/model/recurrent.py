@@ -9,21 +9,22 @@ leaves the same state as these tokens one by one, but for rounding.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.states import Gating, Heads, Recurrence, StatePart
 from pdserve.model import state_design as design
-from pdserve.model.attention import Advance, Attention
+from pdserve.model.attention import Advance, Attention, Recurs
+from pdserve.model.delta_rule import DeltaTokens, delta_rule
 from pdserve.model.ops import Linear, Matrix, Ops, joined, rows_of
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.weights import Rank
 
-BLOCK = 64  # tokens of the delta rule that are solved for at once
 NORM_EPS = 1e-6  # of the lengths of q and k
 
 
@@ -56,19 +57,47 @@ class Convolution:
             weight, added = weight[own], None if added is None else added[own]
         return cls(weight.flatten(1).t().contiguous(), added)
 
+    def narrowed(self, runs: Seq[slice]) -> Self:
+        """Return what becomes of some features."""
+        own = indices(*runs)
+        bias = None if self.bias is None else self.bias[own]
+        return replace(self, weight=self.weight[:, own].contiguous(), bias=bias)
+
+    def slab(self, number: int) -> StatePart:
+        """Return where the state of these features lies that are all of a slab."""
+        channels = self.weight.shape[1]
+        return StatePart(channels, (slice(0, channels),), slab=number)
+
+
+@dataclass(frozen=True, slots=True)
+class Recurring:
+    """A layer with states in the place of attention."""
+
+    taken: Linear  # what each part takes, one behind the other
+    parts: tuple[Recurs, ...]  # that are alike
+    o: Linear
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return the outputs of all tokens, before `o`."""
+        return recurred(ops, attention, index, ops.linear(x, self.taken), self.parts)
+
+    def matrices(self) -> Iterator[Linear]:
+        yield from (self.taken, self.o)
+
+
+def recurred(ops: Ops, attention: Attention, index: int, taken: Tensor, parts: Seq[Recurs]) -> Tensor:
+    """Return the outputs of all parts of a layer side by side. taken: what they take, side by side as well."""
+    of_parts = taken.chunk(len(parts), -1)
+    made = [attention.recur(index, each, part) for each, part in zip(of_parts, parts, strict=True)]
+    return made[0] if len(made) == 1 else ops.side_by_side(*made)
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated convolution over few tokens (LFM2)."""
+    """A gated convolution over few tokens (LFM2). It takes a gate of inputs, one of outputs, and inputs."""
 
-    taken: Linear  # [3 * channels, hidden_size]: a gate of inputs, one of outputs, and inputs
     convolution: Convolution
-    o: Linear
     part: StatePart | None = None
-
-    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
-        """Return the outputs of all tokens, before `o`: [num_tokens, channels]."""
-        return attention.recur(index, ops.linear(x, self.taken), self)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -91,40 +120,51 @@ class ShortConv:
         sums, inputs = self.convolution.of(rows, inputs)
         return sums, (inputs,)
 
-    def matrices(self) -> Iterator[Linear]:
-        yield from (self.taken, self.o)
+    def rows(self, rank: Rank) -> Tensor:
+        """Return which features a part takes of those that all of it takes."""
+        (run,) = self._of.runs(rank)
+        return _three(run, self._of.channels)
+
+    def narrowed(self, rank: Rank) -> Self:
+        convolution = self.convolution.narrowed(self._of.runs(rank))
+        return replace(self, convolution=convolution, part=convolution.slab(rank.index))
+
+    @property
+    def _of(self) -> design.ShortConv:
+        kernel, channels = self.convolution.weight.shape
+        return design.ShortConv(channels, kernel)
 
     @classmethod
-    def build(cls, of: design.ShortConv, parts: Parts) -> Self:
+    def build(cls, of: design.ShortConv, parts: Parts) -> Recurring:
         prefix, rank, take = f"{parts.prefix}conv.", parts.rank, parts.tensors.take_matrix
         hidden, group = parts.config.hidden_size, parts.tensors.group(f"{prefix}out_proj")
         of = replace(of, group=group)
+        if parts.config.num_state_parts > 1 and not of.has_equal_parts(rank.size):
+            raise ConfigError(
+                f"{prefix}out_proj: {of.channels} in units of {group} are not divided evenly by {rank.size}"
+            )
         taken = take(f"{prefix}in_proj", 3 * of.channels, hidden, bias=of.bias)
         if rank.size > 1:
             (run,) = of.runs(rank)
-            taken = rows_of(taken, indices(*(design.moved(run, place * of.channels) for place in range(3))))
+            taken = rows_of(taken, _three(run, of.channels))
         convolution = Convolution.build(f"{prefix}conv", of, parts, bias=of.bias)
         o = take(f"{prefix}out_proj", hidden, of.channels, bias=of.bias, shard=rank.columns(group))
-        held = parts.ops.held
-        return cls(held(taken), convolution, row_parallel(held(o), rank), part_of_state(of, rank))
+        return _recurring(parts, taken, cls(convolution, part_of_state(of, parts)), o)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """A gated delta net: a memory of keys and values for each head, which forgets, and corrects what it recalls."""
+    """A gated delta net: a memory of keys and values for each head, which forgets, and corrects what it recalls.
+
+    It takes q, k, v, the gate z, then b and a: channels + value_heads * (value_dim + 2) features.
+    """
 
     of: design.GatedDelta
-    taken: Linear  # [channels + value_heads * (value_dim + 2), hidden_size]: q, k, v, the gate z, then b and a
     convolution: Convolution
     rate: Tensor  # float32 [value_heads], below 0: of forgetting
     rate_bias: Tensor  # float32 [value_heads], added to a
     norm: Tensor  # [value_dim]: of each head's result
-    o: Linear
     part: StatePart | None = None
-
-    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
-        """Return the outputs of all tokens, before `o`: [num_tokens, value_heads * value_dim]."""
-        return attention.recur(index, ops.linear(x, self.taken), self)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -156,9 +196,6 @@ class GatedDelta:
         gated = normed.to(dtype) * self.norm * functional.silu(z.float()).view_as(made)
         return gated.to(dtype).view(len(taken), width)
 
-    def matrices(self) -> Iterator[Linear]:
-        yield from (self.taken, self.o)
-
     def _advance(self, rows: Tensor, state: Seq[Tensor]) -> tuple[Tensor, Seq[Tensor]]:
         of, shape = self.of, rows.shape[:2]
         qkv, beta, decay = rows.split((of.channels, of.value_heads, of.value_heads), -1)
@@ -173,105 +210,106 @@ class GatedDelta:
         made, memory = delta_rule(tokens, memory.view(len(memory), of.value_heads, of.key_dim, -1))
         return made.transpose(1, 2).flatten(2), (inputs, memory.flatten(1))
 
+    def rows(self, rank: Rank) -> Tensor:
+        """Return which features a part takes of those that all of it takes."""
+        of, width = self.of, self.of.value_heads * self.of.value_dim
+        heads = self._heads(rank)
+        z = slice(heads.start * of.value_dim, heads.stop * of.value_dim)
+        places = of.channels, of.channels + width, of.channels + width + of.value_heads
+        return indices(*of.runs(rank), *map(design.moved, (z, heads, heads), places))
+
+    def narrowed(self, rank: Rank) -> Self:
+        of, heads = self.of, self._heads(rank)
+        convolution = self.convolution.narrowed(of.runs(rank))
+        return replace(
+            self,
+            of=of.of_rank(rank),
+            convolution=convolution,
+            rate=self.rate[heads],
+            rate_bias=self.rate_bias[heads],
+            part=convolution.slab(rank.index),
+        )
+
+    def _heads(self, rank: Rank) -> slice:
+        keys, shared = self.of.keys_of(rank), self.of.shared
+        return slice(keys.start * shared, keys.stop * shared)
+
     @classmethod
-    def build(cls, of: design.GatedDelta, parts: Parts) -> Self:
+    def build(cls, of: design.GatedDelta, parts: Parts) -> Recurring:
         prefix, tensors, rank = f"{parts.prefix}linear_attn.", parts.tensors, parts.rank
         heads, by_head = (of.value_heads,), rank.rows(of.shared)
         taken = _by_key_head(of, parts, prefix) if of.by_key_head else _apart(of, parts, prefix)
         width = of.shared * of.value_dim
         shape = parts.config.hidden_size, of.key_heads * width
-        o = parts.ops.held(tensors.take_matrix(f"{prefix}out_proj", *shape, shard=rank.columns(width)))
-        return cls(
+        o = tensors.take_matrix(f"{prefix}out_proj", *shape, shard=rank.columns(width))
+        whole = cls(
             of=of.of_rank(rank),
-            taken=parts.ops.held(taken),
             convolution=Convolution.build(f"{prefix}conv1d", of, parts, bias=False),
             rate=-tensors.take(f"{prefix}A_log", heads, by_head, exact=True).exp(),
             rate_bias=tensors.take(f"{prefix}dt_bias", heads, by_head, exact=True),
             norm=tensors.take(f"{prefix}norm.weight", (of.value_dim,)),
-            o=row_parallel(o, rank),
-            part=part_of_state(of, rank, of.keys_of(rank).start * of.shared),
+            part=part_of_state(of, parts),
         )
+        return _recurring(parts, taken, whole, o)
 
 
-Recurrent = ShortConv | GatedDelta
 Convolved = design.Recurrent | design.StateSpace
 
 
-def part_of_state(of: Convolved, rank: Rank, heads_before: int = 0) -> StatePart | None:
-    """Return what a rank has of a layer's state; None: all of it."""
-    return None if rank.size == 1 else StatePart(of.channels, of.runs(rank), heads_before)
+class Divides(Recurs, Protocol):
+    """What can be divided into parts that are alike, each with a part of the state."""
+
+    def rows(self, rank: Rank) -> Tensor:
+        """Return which features a part takes of those that all of it takes."""
+        ...
+
+    def narrowed(self, rank: Rank) -> Self:
+        """Return one of so many parts, whose state is in the slab of its number."""
+        ...
+
+
+D = TypeVar("D", bound=Divides)
+
+
+def part_of_state(of: Convolved, parts: Parts) -> StatePart | None:
+    """Return what a rank has of a layer's state in pages that have it as one rank does; None: all of it."""
+    rank = parts.rank
+    if rank.size == 1 or parts.config.num_state_parts > 1:
+        return None
+    return StatePart(of.channels, of.runs(rank), of.heads_before(rank))
+
+
+def in_slabs(parts: Parts, taken: Matrix, whole: D) -> tuple[Matrix, tuple[D, ...]]:
+    """Return what a rank computes in as many parts as it has slabs of pages, and what they take, one behind the other.
+
+    taken, whole: of all that the rank has.
+    """
+    own = parts.rank.kv_heads(parts.config.num_state_parts)
+    count = own.stop - own.start
+    if count == 1:
+        return taken, (whole,)
+    ranks = [Rank(number, count) for number in range(count)]
+    rows = torch.cat([whole.rows(each) for each in ranks])
+    return rows_of(taken, rows), tuple([whole.narrowed(each) for each in ranks])
+
+
+def _recurring(parts: Parts, taken: Matrix, whole: Divides, o: Matrix) -> Recurring:
+    held = parts.ops.held
+    taken, found = in_slabs(parts, taken, whole)
+    return Recurring(held(taken), found, row_parallel(held(o), parts.rank))
 
 
 def indices(*runs: slice) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
-def build_recurrent(of: design.Recurrent, parts: Parts) -> Recurrent:
+def build_recurrent(of: design.Recurrent, parts: Parts) -> Recurring:
     return ShortConv.build(of, parts) if isinstance(of, design.ShortConv) else GatedDelta.build(of, parts)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaTokens:
-    """What each token brings to the delta rule; all float32."""
-
-    q: Tensor  # [..., tokens, key_dim]
-    k: Tensor
-    v: Tensor  # [..., tokens, value_dim]
-    beta: Tensor  # [..., tokens, 1]
-    decay: Tensor  # [..., tokens, 1], at most 0
-
-    def blocks(self) -> "Iterator[DeltaTokens]":
-        parts = (self.q, self.k, self.v, self.beta, self.decay)
-        return (DeltaTokens(*each) for each in zip(*(part.split(BLOCK, -2) for part in parts), strict=True))
-
-
-def delta_rule(tokens: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each token reads of a memory [..., key_dim, value_dim], and the memory after the last.
-
-    For each token, memory = exp(decay) * memory; memory += k (beta * (v - k memory)); and it reads q memory. Here many
-    tokens come at once, by the products of Yang, Wang, Zhang, Shen, Kim 2024. The given memory may be overwritten.
-    """
-    made = []
-    for block in tokens.blocks():
-        out, memory = _block(block, memory)
-        made.append(out)
-    return torch.cat(made, -2), memory
-
-
-def _block(of: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
-    total = of.decay.cumsum(-2)
-    weighted, grown = of.k * of.beta, total.exp()
-    if total.shape[-2] == 1:
-        new = of.v * of.beta - (weighted * grown) @ memory
-        return recalled(of.q, of.k, new, total, memory)
-    lower = (weighted @ of.k.transpose(-1, -2) * _between(total)).tril(-1)
-    known = torch.cat((of.v * of.beta, weighted * grown), -1)
-    solved = torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
-    values, keys = solved.split((of.v.shape[-1], of.k.shape[-1]), -1)
-    return recalled(of.q, of.k, values - keys @ memory, total, memory)
-
-
-def recalled(q: Tensor, k: Tensor, v: Tensor, total: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a block's tokens read of a memory that only forgets and adds, and the memory after them.
-
-    For each token, memory = exp(decay) * memory + k v, and it reads q memory. total: [..., tokens, 1], sums of decays.
-    The given memory may be overwritten.
-    """
-    if total.shape[-2] == 1:
-        memory = memory.mul_(total.exp()).addcmul_(k.transpose(-1, -2), v)
-        return q @ memory, memory
-    out = (q * total.exp()) @ memory + (q @ k.transpose(-1, -2) * _between(total)) @ v
-    last = total[..., -1:, :]
-    return out, memory * last.exp() + (k * (last - total).exp()).transpose(-1, -2) @ v
-
-
-def _between(total: Tensor) -> Tensor:
-    """Return how much of each earlier token is left at each token."""
-    return (total - total.transpose(-1, -2)).tril().exp().tril()
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+def _three(run: slice, channels: int) -> Tensor:
+    """Return a run's features of the three parts that a convolution between gates takes."""
+    return indices(*(design.moved(run, third * channels) for third in range(3)))
 
 
 def _apart(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
@@ -296,3 +334,7 @@ def _by_key_head(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
         rows = torch.arange(own.key_heads * unit).view(own.key_heads, -1).split(widths, 1)
         matrices.append(rows_of(matrix, torch.cat([each.flatten() for each in rows])))
     return joined(*matrices)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)

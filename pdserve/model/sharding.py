@@ -41,6 +41,17 @@ def check_divides(config: ModelConfig, degrees: Degrees) -> None:
             raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")
 
 
+def check_state_parts(config: ModelConfig, num_ranks: int) -> None:
+    """Raise ConfigError unless states can be divided by KV heads, and each rank has as many of these."""
+    count = config.num_kv_heads
+    if count % num_ranks:
+        reason = f"{count} KV heads of a model with states are not divided evenly"
+        raise _refusal(num_ranks, f"{reason} in memory of each rank's own")
+    if not all(each is None or each.has_equal_parts(count) for each in config.design.recurrent):
+        kind = f"a model whose states are not divided evenly by its {count} KV heads"
+        raise ConfigError(f"rank_memory: own is not served for {kind}")
+
+
 def _check_recurrent(of: Recurrent | StateSpace | None, size: int) -> None:
     """Raise ConfigError unless each of so many ranks has a part of a layer that keeps a state."""
     match of:

@@ -7,6 +7,8 @@ counts those by which a token changes the memory: keys, and of each head what it
 
 `of_rank` is what one of several ranks computes, and `runs` are the convolved features of that: of whole heads, and of
 the keys that they share. A state lies in pages as one rank has it, so hand-offs do not depend on the number of ranks.
+Where each rank has memory of its own, a page holds one part of a state behind each KV head, as if there were as many
+ranks as KV heads (`ModelConfig.num_state_parts`).
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +27,19 @@ class ShortConv:
     kernel: int  # tokens
     bias: bool = False
     group: int = 1  # channels that ranks do not part, as they share a scale
+
+    def has_equal_parts(self, count: int) -> bool:
+        """Say whether it can be divided into so many parts that are alike."""
+        return self.channels % (count * self.group) == 0
+
+    def of_rank(self, rank: Rank) -> Self:
+        (run,) = self.runs(rank)
+        return replace(self, channels=run.stop - run.start)
+
+    def heads_before(self, rank: Rank) -> int:
+        """Return how many heads are of ranks before this one."""
+        del rank
+        return 0
 
     def runs(self, rank: Rank) -> tuple[slice, ...]:
         return (_span(rank, "channels", self.channels, self.group),)
@@ -67,6 +82,9 @@ class GatedDelta:
         """Return how many heads have the same keys."""
         return self.value_heads // self.key_heads
 
+    def has_equal_parts(self, count: int) -> bool:
+        return self.key_heads % count == 0
+
     def of_rank(self, rank: Rank) -> Self:
         heads = self.keys_of(rank)
         count = heads.stop - heads.start
@@ -75,6 +93,10 @@ class GatedDelta:
     def keys_of(self, rank: Rank) -> slice:
         """Return which heads of keys are a rank's."""
         return _span(rank, "heads of keys", self.key_heads)
+
+    def heads_before(self, rank: Rank) -> int:
+        first: int = self.keys_of(rank).start
+        return first * self.shared
 
     def runs(self, rank: Rank) -> tuple[slice, ...]:
         heads, keys = self.keys_of(rank), self.key_heads * self.key_dim
@@ -133,6 +155,11 @@ class StateSpace:
         """Say whether a norm is over all heads: several ranks add for it."""
         return self.eps is not None and self.groups == 1
 
+    def has_equal_parts(self, count: int) -> bool:
+        is_normed_apart = self.eps is None or (self.has_wide_norm and not self.norm_first)
+        shares_groups = count % self.groups == 0 and is_normed_apart
+        return self.heads % count == 0 and (self.groups % count == 0 or shares_groups)
+
     def of_rank(self, rank: Rank) -> Self:
         heads, groups = self.heads_of(rank), rank.kv_heads(self.groups)
         return replace(self, heads=heads.stop - heads.start, groups=groups.stop - groups.start)
@@ -140,6 +167,10 @@ class StateSpace:
     def heads_of(self, rank: Rank) -> slice:
         """Return which heads are a rank's; where there are fewer groups than ranks, several have the same one."""
         return rank.query_heads(self.heads, self.groups)
+
+    def heads_before(self, rank: Rank) -> int:
+        first: int = self.heads_of(rank).start
+        return first
 
     def runs(self, rank: Rank) -> tuple[slice, ...]:
         x, b = _scaled(self.heads_of(rank), self.head_dim), _scaled(rank.kv_heads(self.groups), self.state_dim)

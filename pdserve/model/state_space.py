@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -12,12 +12,14 @@ from torch.nn import functional
 from pdserve.kernels.cpu.states import Gating, Heads, Recurrence, StatePart
 from pdserve.model import state_design as design
 from pdserve.model.attention import Advance, Attention
+from pdserve.model.delta_rule import BLOCK, recalled
 from pdserve.model.elementwise import times
-from pdserve.model.ops import Linear, Matrix, Ops, rows_of
+from pdserve.model.family import TensorSource
+from pdserve.model.ops import Linear, Matrix, Ops, RmsNorm, rows_of
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.ranks import PartNorm
-from pdserve.model.recurrent import BLOCK, Convolution, indices, part_of_state, recalled
+from pdserve.model.recurrent import Convolution, in_slabs, indices, part_of_state, recurred
 from pdserve.model.weights import Rank
 
 
@@ -25,9 +27,52 @@ from pdserve.model.weights import Rank
 class StateSpace:
     """All of it but the product that makes outputs."""
 
-    of: design.StateSpace
-    taken: Linear  # [2 * inner_size + 2 * groups * state_dim + heads, hidden_size]: the gate, x, B, C, and steps
+    taken: Linear  # what each part takes, one behind the other
     scales: Tensor | None  # of what it takes
+    input_scale: float
+    parts: tuple["SpacePart", ...]  # that are alike
+    wide_norm: RmsNorm | None = None  # over the heads of all parts and ranks, in the place of theirs
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return the outputs of all tokens: [num_tokens, inner_size]."""
+        taken = ops.linear(ops.scaled(x, self.input_scale), self.taken)
+        scaled = taken if self.scales is None else ops.scaled(taken, self.scales)
+        made = recurred(ops, attention, index, scaled, self.parts)
+        if self.wide_norm is not None:
+            ops.norm_(made, self.wide_norm)
+        return made
+
+    def matrices(self) -> Iterator[Linear]:
+        yield self.taken
+
+    @classmethod
+    def build(cls, of: design.StateSpace, parts: Parts, output_scale: float) -> tuple[Self, Matrix]:
+        """Return it, and the matrix that makes outputs of what it makes."""
+        prefix, tensors, rank = f"{parts.prefix}{of.block}.", parts.tensors, parts.rank
+        hidden = parts.config.hidden_size
+        taken = tensors.take_matrix(f"{prefix}in_proj", of.inner_size + of.channels + of.heads, hidden)
+        taken = taken if rank.size == 1 else rows_of(taken, _taken_by(of, rank))
+        whole, wide_norm = SpacePart.build(of, parts, output_scale), None
+        taken, found = in_slabs(parts, taken, whole)
+        if whole.norm is not None and of.eps is not None and of.has_wide_norm and (rank.size > 1 or len(found) > 1):
+            norm = whole.norm * output_scale
+            wide_norm = RmsNorm(norm, of.eps) if rank.size == 1 else PartNorm(norm, of.eps, of.inner_size)
+            found = tuple([replace(each, norm=None, output_scale=1.0) for each in found])
+        scales = _scales(found[0].of, tensors)
+        scales = None if scales is None else scales.repeat(len(found))
+        space = cls(parts.ops.held(taken), scales, of.input_scale, found, wide_norm)
+        columns = rank.columns(rank.query_unit(of.heads, of.groups) * of.head_dim)
+        return space, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size, shard=columns)
+
+
+@dataclass(frozen=True, slots=True)
+class SpacePart:
+    """Some heads, and their part of the state. It takes the gate, x, B, C, and steps.
+
+    These are 2 * inner_size + 2 * groups * state_dim + heads features.
+    """
+
+    of: design.StateSpace
     convolution: Convolution
     rate: Tensor  # float32 [heads], below 0: of forgetting
     step_bias: Tensor  # float32 [heads]
@@ -35,15 +80,6 @@ class StateSpace:
     norm: Tensor | None  # [inner_size]
     output_scale: float
     part: StatePart | None = None
-    wide_norm: PartNorm | None = None  # over the heads of all ranks, in the place of `norm`
-
-    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
-        """Return the outputs of all tokens: [num_tokens, inner_size]."""
-        taken = ops.linear(ops.scaled(x, self.of.input_scale), self.taken)
-        made = attention.recur(index, taken if self.scales is None else ops.scaled(taken, self.scales), self)
-        if self.wide_norm is not None:
-            ops.norm_(made, self.wide_norm)
-        return made
 
     @property
     def recurrence(self) -> Recurrence:
@@ -81,9 +117,6 @@ class StateSpace:
         made = recur(torch.cat((inputs.float(), steps), -1), self._advance)
         return times(self._gated(made, functional.silu(gate.float())).to(taken.dtype), self.output_scale)
 
-    def matrices(self) -> Iterator[Linear]:
-        yield self.taken
-
     def _gated(self, made: Tensor, gate: Tensor) -> Tensor:
         of, norm = self.of, self.norm
         if norm is None or of.eps is None:
@@ -113,38 +146,49 @@ class StateSpace:
         outputs = torch.cat(made, 2).transpose(1, 2) + self.direct[:, None] * x
         return outputs.flatten(2), (before, memory.flatten(1))
 
+    def rows(self, rank: Rank) -> Tensor:
+        """Return which features a part takes of those that all of it takes."""
+        return _taken_by(self.of, rank)
+
+    def narrowed(self, rank: Rank) -> Self:
+        of, heads = self.of, self.of.heads_of(rank)
+        features = slice(heads.start * of.head_dim, heads.stop * of.head_dim)
+        convolution = self.convolution.narrowed(of.runs(rank))
+        return replace(
+            self,
+            of=of.of_rank(rank),
+            convolution=convolution,
+            rate=self.rate[heads],
+            step_bias=self.step_bias[heads],
+            direct=self.direct[heads],
+            norm=None if self.norm is None else self.norm[features],
+            part=convolution.slab(rank.index),
+        )
+
     @classmethod
-    def build(cls, of: design.StateSpace, parts: Parts, output_scale: float) -> tuple[Self, Matrix]:
-        """Return it, and the matrix that makes outputs of what it makes."""
-        prefix, tensors, hidden = f"{parts.prefix}{of.block}.", parts.tensors, parts.config.hidden_size
-        rank, own = parts.rank, of.of_rank(parts.rank)
-        unit = rank.query_unit(of.heads, of.groups)
-        taken = tensors.take_matrix(f"{prefix}in_proj", of.inner_size + of.channels + of.heads, hidden)
-        widths = (own.inner_size, own.inner_size, *(own.groups * own.state_dim,) * 2, own.heads)
-        scales = None
-        if any(scale != 1.0 for scale in of.scales):
-            parts_of = [torch.full((width,), scale) for width, scale in zip(widths, of.scales, strict=True)]
-            scales = torch.cat(parts_of).to(device=tensors.device, dtype=tensors.dtype)
-        heads, by_head, by_feature = (of.heads,), rank.rows(unit), rank.rows(unit * of.head_dim)
-        norm = None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,), by_feature)
-        wide_norm = None
-        if norm is not None and of.eps is not None and of.has_wide_norm and rank.size > 1:
-            wide_norm, norm, output_scale = PartNorm(norm * output_scale, of.eps, of.inner_size), None, 1.0
-        found = cls(
-            of=own,
-            taken=parts.ops.held(taken if rank.size == 1 else rows_of(taken, _taken_by(of, rank))),
-            scales=scales,
+    def build(cls, of: design.StateSpace, parts: Parts, output_scale: float) -> Self:
+        prefix, tensors, rank = f"{parts.prefix}{of.block}.", parts.tensors, parts.rank
+        unit, heads = rank.query_unit(of.heads, of.groups), (of.heads,)
+        by_head, by_feature = rank.rows(unit), rank.rows(unit * of.head_dim)
+        return cls(
+            of=of.of_rank(rank),
             convolution=Convolution.build(f"{prefix}conv1d", of, parts, bias=of.conv_bias),
             rate=-tensors.take(f"{prefix}A_log", heads, by_head, exact=True).exp(),
             step_bias=tensors.take(f"{prefix}dt_bias", heads, by_head, exact=True),
             direct=tensors.take(f"{prefix}D", heads, by_head, exact=True),
-            norm=norm,
+            norm=None if of.eps is None else tensors.take(f"{prefix}norm.weight", (of.inner_size,), by_feature),
             output_scale=output_scale,
-            part=part_of_state(of, rank, of.heads_of(rank).start),
-            wide_norm=wide_norm,
+            part=part_of_state(of, parts),
         )
-        columns = rank.columns(unit * of.head_dim)
-        return found, tensors.take_matrix(f"{prefix}out_proj", hidden, of.inner_size, shard=columns)
+
+
+def _scales(own: design.StateSpace, tensors: TensorSource) -> Tensor | None:
+    """Return what each feature is multiplied with that a part takes; None: nothing."""
+    if all(scale == 1.0 for scale in own.scales):
+        return None
+    widths = (own.inner_size, own.inner_size, *(own.groups * own.state_dim,) * 2, own.heads)
+    found = [torch.full((width,), scale) for width, scale in zip(widths, own.scales, strict=True)]
+    return torch.cat(found).to(device=tensors.device, dtype=tensors.dtype)
 
 
 @dataclass(frozen=True, slots=True)

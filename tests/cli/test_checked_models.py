@@ -296,10 +296,12 @@ def test_stages_are_not_served_without_the_compiled_library(folder: Path, monkey
 
 def test_own_memory_of_ranks_is_refused_as_workers_refuse_it(tmp_path: Path, pdserve: Command) -> None:
     llama, states = write_model("llama3", tmp_path / "llama"), write_model("lfm2", tmp_path / "states")
-    own = ("--rank-memory", "own", "--tensor-parallel-size", "2")
-    said = [pdserve("models", "check", str(model), *own).stdout for model in (llama, states)]
+    blocks, own = write_model("llama4", tmp_path / "blocks"), ("--rank-memory", "own", "--tensor-parallel-size", "2")
+    said = [pdserve("models", "check", str(model), *own).stdout for model in (llama, states, blocks)]
     assert "2: at most" in said[0]
-    assert said[1] == "not served: rank_memory: own is not served for a model with states\n"
+    assert "2: at most" in said[1]
+    assert said[2] == "not served: rank_memory: own is not served for a model with attention that torch computes\n"
+    assert footprint_of(states, rank_memory="own").state_bytes == footprint_of(states).state_bytes
     coded = footprint_of(llama, rank_memory="own", tensor_parallel_size=2, kv_cache_dtype="int8")
     assert coded.page_bytes == 3 * 2 * 2 * 16 * (16 + 4)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from eagle3_heads import longest_walks, write_forgetful_model, write_head_that_looks_back
+from equal_states import SHAPES
 from live_cluster import Answer, greedy, is_idle, load_of
 from model_zoo import assert_right, load_oracle, prompt, write_model
 from moving import move, num_moved, num_tried
@@ -47,6 +48,10 @@ def written(family: str, folder: Path, shape: Mapping[str, object]) -> tuple[Pat
             for source, target in ((ONE, TWO), (TWO, ONE), (TWO, TWO))
         ],
         pytest.param(MXFP4, WINDOWS, [ONE], [TWO], marks=pytest.mark.long),
+        *[
+            pytest.param(family, SHAPES[family], [source], [target], marks=pytest.mark.long)
+            for family, source, target in (("lfm2", ONE, TWO), ("qwen3.5", TWO, ONE), ("falcon-h1", TWO, TWO))
+        ],
     ],
 )
 def test_ranks_with_devices_hand_off_to_other_degrees_and_exchange_pages_with_cpus(

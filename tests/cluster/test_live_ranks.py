@@ -16,26 +16,25 @@ from transformers import PreTrainedModel
 MANY = 600  # tokens, of an answer that goes on while a rank is ended
 LENGTHS = (1, 16, 40, 130, 300)
 BY = (
-    ("llama3", "tp"),
-    ("llama3", "pp"),
-    ("qwen3.5", "tp"),
-    ("lfm2", "tp"),
-    ("falcon-h1", "tp"),
-    ("granite-hybrid", "tp"),
+    ("llama3", "tp", "shared"),
+    ("llama3", "pp", "shared"),
+    *((family, "tp", memory) for family in ("qwen3.5", "lfm2", "falcon-h1") for memory in ("shared", "own")),
+    ("granite-hybrid", "tp", "shared"),
 )
+Shape = tuple[str, str, str]  # family, what divides the model, memory of ranks
 FLOAT32 = ("--dtype", "float32", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "500")
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module", params=BY, ids=", ".join)
-def shape(request: pytest.FixtureRequest) -> tuple[str, str]:
-    shape: tuple[str, str] = request.param
+def shape(request: pytest.FixtureRequest) -> Shape:
+    shape: Shape = request.param
     return shape
 
 
 @pytest.fixture(scope="module")
-def model(shape: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(shape: Shape, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(shape[0], tmp_path_factory.mktemp("model"))
 
 
@@ -45,9 +44,9 @@ def oracle(model: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def cluster(shape: tuple[str, str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+def cluster(shape: Shape, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("ranks")
-    sizes = (f"--prefill-{shape[1]}", "2", f"--decode-{shape[1]}", "2")
+    sizes = (f"--prefill-{shape[1]}", "2", f"--decode-{shape[1]}", "2", "--rank-memory", shape[2])
     with live_cluster(folder, model, "--decode", "2", *sizes, *FLOAT32) as running:
         yield running
 

@@ -165,9 +165,18 @@ def assert_hands_off(
         ("deepseek-v3", "2", "1"),
         ("llama3", "4", "2"),
         ("llama3", "1", "4"),
+        ("bamba", "1", "2"),
+        ("falcon-h1", "1", "2"),
+        ("granite-hybrid", "2", "2"),
+        ("lfm2", "2", "1"),
+        ("lfm2-moe", "1", "2"),
+        ("qwen3-next", "1", "2"),
+        ("qwen3.5", "1", "2"),
+        ("qwen3.5", "2", "1"),
+        ("qwen3.5-moe", "2", "2"),
     ],
 )
-def test_ranks_answer_as_transformers_does_beyond_windows_and_with_copies_of_latent_rows_or_heads(
+def test_ranks_answer_as_transformers_does_with_windows_states_and_copies_of_latent_rows_or_heads(
     family: str, prefill: str, decode: str, tmp_path: Path
 ) -> None:
     shape = UNEVEN if family == "gemma3" else {}

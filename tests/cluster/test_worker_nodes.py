@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from equal_states import SHAPES
 from live_cluster import all_ready, greedy, is_idle
 from looking import until
 from model_zoo import assert_right, load_oracle, prompt, write_model
@@ -93,6 +94,25 @@ def test_ranks_on_two_machines_verify_guesses_of_a_draft_model_on_the_first(mode
     assert_right(load_oracle(model), asked, answer.tokens[0], 60)
     (drafts,) = answer.ledger.drafts.values()
     assert sum(drafts.num_accepted_tokens_per_pos) > 0
+
+
+@pytest.mark.long
+def test_ranks_on_two_machines_keep_parts_of_states_also_behind_guesses(tmp_path: Path) -> None:
+    model, port = write_model("qwen3.5", tmp_path / "model", **SHAPES["qwen3.5"]), free_port(HOST)
+    flags = {**FLAGS, "speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
+    own, oracle = {"decode-0": {**TWO_NODES, "master_port": port}}, load_oracle(model)
+    with (
+        worker_node(tmp_path, model, port, handoff_host=OTHER),
+        wired_cluster(tmp_path, model, Pools(("prefill-0",), ("decode-0",)), flags, own_flags=own) as cluster,
+    ):
+        asked = [prompt(length, length) for length in (1, 40, 130)]
+        answers = cluster.generate_all([greedy(each, 60) for each in asked])
+        status = cluster.wait_for(is_idle, 5)
+    for each, answer in zip(asked, answers, strict=True):
+        assert_right(oracle, each, answer.tokens[0], 60)
+        assert answer.ledger.handoff_bytes > 0
+    assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
+    assert sum(answer.ledger.drafts["ngram"].num_draft_tokens for answer in answers) > 0
 
 
 @pytest.mark.long

@@ -742,7 +742,7 @@ def test_nemotron_h_is_read_as_it_is_published() -> None:
     assert layers[0].attention == StateSpace(128, 64, 128, 8, 4, True, 1e-5, norm_first=False, block="mixer")
     assert layers[1].mlp == PlainMlp(21504, Activation.SQUARED_RELU)
     assert [(layer.attention is None) != (layer.mlp is None) for layer in layers] == [True] * 52
-    assert [size > 0 for size in config.design.state_sizes] == [sign == "M" for sign in PATTERN]
+    assert [size > 0 for size in config.state_sizes] == [sign == "M" for sign in PATTERN]
 
 
 def test_nemotron_3_is_read_as_it_is_published() -> None:
@@ -813,7 +813,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
     assert (conv.attention.state_parts, full.mlp) == ((128,), GatedMlp(256, names=("w1", "w3", "w2")))
     config = read(architectures=["Qwen3NextForCausalLM"], num_hidden_layers=48, num_experts=512)
     state = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
-    assert config.design.state_sizes == (state, state, state, 0) * 12
+    assert config.state_sizes == (state, state, state, 0) * 12
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from pdserve.executor.failing import Isolating
 from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.executor.layouts import describe_layout
 from pdserve.model.config import ModelConfig
+from pdserve.model.delta_rule import BLOCK, DeltaTokens, delta_rule
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
-from pdserve.model.recurrent import BLOCK, Convolution, DeltaTokens, delta_rule
+from pdserve.model.recurrent import Convolution
 from pdserve.settings.config import WorkerConfig
 
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
@@ -180,7 +181,7 @@ def test_a_page_of_tokens_takes_at_least_the_bytes_of_a_state(config: ModelConfi
     layout = describe_layout(config, "weights", page_size, "bfloat16", "cpu")
     layout.check()
     (state,) = layout.others
-    assert state.state_elements == 2 * sum(config.design.state_sizes) <= layout.page_bytes // 2
+    assert state.state_elements == 2 * sum(config.state_sizes) <= layout.page_bytes // 2
     assert state.page_size == layout.page_size
     assert layout.page_size % page_size == 0
     assert layout.sent_bytes(100) == 3 * layout.page_bytes if layout.page_size < 100 else 2 * layout.page_bytes

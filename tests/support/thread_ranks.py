@@ -1,7 +1,8 @@
-"""Ranks as threads of this process: each has its part of a model, and all share the pages."""
+"""Ranks as threads of this process: each has its part of a model. All share the pages, or each has its own."""
 
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +15,12 @@ from pdserve.engine.batch import Ints
 from pdserve.engine.runner import RankPages, Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.layouts import describe_layout
+from pdserve.executor.rank_memory import own_layout, rank_page_bytes
 from pdserve.executor.rank_sums import ranks_of, slots_bytes
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.loading import load_rank
+from pdserve.model.loading import load_model, load_rank
 from pdserve.model.ops import times
 from pdserve.model.weights import Rank, Weights
 from pdserve.protocol.kvlayout import KvCode
@@ -53,14 +55,12 @@ class ThreadRanks:
         threads: ThreadPoolExecutor,
         models: list[Model],
         new_runner: Callable[[Model, RankPages], Runner],
-        pages: RankPages,
+        pages: Seq[RankPages],
     ) -> None:
-        first, *others = models
+        """pages: of each rank."""
         self.models = models
-        self.runners = [
-            new_runner(first, replace(pages, keep=self._keep)),
-            *(new_runner(each, pages) for each in others),
-        ]
+        kept = [replace(pages[0], keep=self._keep), *pages[1:]]
+        self.runners = [new_runner(*each) for each in zip(models, kept, strict=True)]
         self.kv, self.groups = self.runners[0].kv, self.runners[0].groups
         self._threads = threads
         self._follow: list[Future[None]] = []
@@ -90,14 +90,15 @@ def thread_ranks(
     num_pages: int,
     code: KvCode | None = None,
 ) -> Iterator[ThreadRanks]:
-    name = code or str(dtype).removeprefix("torch.")
-    page_bytes = describe_layout(config, "", PAGE_SIZE, name, "cpu").page_bytes
-    memory = zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))
-
+    """Where pages divide states, each rank has memory of its own for its heads of each page."""
+    are_own = config.num_state_parts > 1
+    layout = describe_layout(config, "", PAGE_SIZE, code or str(dtype).removeprefix("torch."), "cpu")
     ranks = [Rank.at(index, degrees) for index in range(degrees.num_ranks)]
     slots = torch.zeros(slots_bytes(degrees), dtype=torch.uint8)
 
     def load(rank: Rank) -> Model:
+        if len(ranks) == 1:
+            return load_model(config, weights, dtype)
         return load_rank(config, weights, dtype, ranks_of(rank, slots, [], LIMIT_S))
 
     before = sys.getswitchinterval()
@@ -109,6 +110,16 @@ def thread_ranks(
             def new_runner(model: Model, pages: RankPages) -> Runner:
                 return Runner(model, num_pages, PAGE_SIZE, pages=pages, code=code)
 
-            yield ThreadRanks(threads, models, new_runner, RankPages(memory))
+            if are_own:
+                by_rank = [
+                    _memory(num_pages, rank_page_bytes(own_layout(config, layout, degrees), each)) for each in ranks
+                ]
+            else:
+                by_rank = [_memory(num_pages, layout.page_bytes)] * len(ranks)
+            yield ThreadRanks(threads, models, new_runner, [RankPages(each, are_own) for each in by_rank])
     finally:
         sys.setswitchinterval(before)
+
+
+def _memory(num_pages: int, page_bytes: int) -> Tensor:
+    return zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))

@@ -173,7 +173,7 @@ def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> No
     model, params = loaded(write_model(family, tmp_path, **SHAPES[family])), replace(GREEDY, max_tokens=16)
     plain = answered(Bench(model, 60), params)
     bench = answered(KernelBench(model, 60, "mostly_right", ids(plain.answers)), params)
-    assert_same(bench, plain)
+    assert_same(bench, plain, close=4e-5)  # a CPU with AMX sums in another order
     assert bench.counts["guesses"] > bench.counts["right"] > 5
     assert bench.counts["steps"] < plain.counts["steps"]
 
@@ -212,7 +212,7 @@ def test_a_gpu_has_room_for_what_the_largest_step_keeps_beside_states(tmp_path: 
     kept = [tensor for tensor in vars(states._paged).values() if isinstance(tensor, Tensor)]
     beside = sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() != runner.kv.data_ptr())
     assert beside >= 4 * 100 * (num_layers * each.changes + BLOCK * each.products)
-    assert states_spec(model.config, runner.groups[0].page_size, 100, 4).kept_bytes == beside
+    assert states_spec(model.config, runner.groups[0].page_size, (100, 4)).kept_bytes == beside
     larger = replace(limits, max_num_batched_tokens=101)
     more = step_bytes(model, larger) - step_bytes(model, limits)
     assert more >= model.activation_bytes() + 4 * num_layers * each.changes
@@ -222,4 +222,4 @@ def test_keys_of_too_many_features_are_never_computed_in_blocks(tmp_path: Path) 
     for width, products in ((MAX_BLOCKED_KEY_DIM, 6), (MAX_BLOCKED_KEY_DIM + 1, 0)):
         folder = write_model("falcon-h1", tmp_path / str(width), mamba_d_state=width)
         config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-        assert states_spec(config, 64, 100, 4).products == products
+        assert states_spec(config, 64, (100, 4)).products == products

@@ -57,8 +57,6 @@ def test_settings_that_were_not_tried_with_memory_of_ranks_are_refused(
     ("family", "settings", "problem"),
     [
         ("gemma3", {"pipeline_parallel_size": 2}, "2 pipeline stages of a model with layers in several groups"),
-        ("lfm2", {}, "a model with states"),
-        ("qwen3.5", {"device": "interpreter", **TWO}, "a model with states"),
         ("llama4", {}, "a model with attention that torch computes"),
         ("deepseek-v2", {"tensor_parallel_size": 4}, "4 ranks that hold the same 3 runs of a page"),
     ],
