@@ -164,6 +164,16 @@ def multiplies_bfloat16(loaded: ctypes.CDLL) -> bool:
     return answer(loaded, "pdserve_multiplies_bfloat16")
 
 
+def has_matrix_unit(loaded: ctypes.CDLL) -> bool:
+    """Say whether products of bfloat16 are a matrix unit's (AMX)."""
+    return answer(loaded, "pdserve_has_matrix_unit")
+
+
+def use_matrix_unit(loaded: ctypes.CDLL, *, wanted: bool) -> None:
+    """Compute with vectors from now on, in this process, or again with the matrix unit where there is one."""
+    loaded.pdserve_use_matrix_unit(Size(wanted))
+
+
 def multiplies_bytes(loaded: ctypes.CDLL) -> bool:
     """Say whether the library has the processor's own products of bytes."""
     return answer(loaded, "pdserve_multiplies_bytes")

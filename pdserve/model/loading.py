@@ -41,7 +41,7 @@ def load_model(
     """
     device = torch.device(device)
     tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
-    return Decoder.build(config, tensors, ops_for(device, input_bits, with_experts=bool(config.design.mixtures)))
+    return Decoder.build(config, tensors, ops_for(device, input_bits))
 
 
 def load_rank(
@@ -57,8 +57,7 @@ def load_rank(
     check_divides(config, rank.degrees)
     needed = needed_weights(config, weights)
     tensors = Tensors({name: needed[name] for name in shapes_of(config, rank)}, dtype, device, progress)
-    ops = ops_for(device, input_bits, with_experts=bool(config.design.mixtures) and rank.size == 1)
-    return Decoder.build(config, tensors, ops, rank).among(ranks)
+    return Decoder.build(config, tensors, ops_for(device, input_bits), rank).among(ranks)
 
 
 def shapes_of(config: ModelConfig, rank: Rank = WHOLE) -> Shapes:
@@ -105,14 +104,14 @@ def _adds_nothing(name: str, stored: Stored) -> bool:
     return name.endswith(".bias") and len(stored.shape) == 1 and not torch.as_tensor(stored.read(())).any()
 
 
-def ops_for(device: torch.device, input_bits: int, *, with_experts: bool = False) -> DeviceOps:
+def ops_for(device: torch.device, input_bits: int) -> DeviceOps:
     """Return the operations of a device for one model. input_bits: of the inputs of quantized products."""
     if device.type == "cuda":
         from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
 
         return CudaOps(input_bits)
     loaded = library()
-    return TorchOps() if isinstance(loaded, Missing) else CpuOps(loaded, input_bits, with_experts=with_experts)
+    return TorchOps() if isinstance(loaded, Missing) else CpuOps(loaded, input_bits)
 
 
 def dummy_weights(config: ModelConfig, seed: int = 0) -> Weights:

@@ -15,6 +15,7 @@ from pdserve.kernels.cpu.layers import (
     Finish,
     HeadTiles,
     Tiles,
+    has_matrix_unit,
     interleaved,
     layer_norm,
     look_up,
@@ -143,13 +144,13 @@ class CpuOps(TorchElementwise):
 
     stacks_experts = False
 
-    def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS, *, with_experts: bool = False) -> None:
+    def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS) -> None:
         """Set up for one model. input_bits: of the inputs of its quantized products, 8 or 16."""
         self._input_bits = input_bits
-        self._has_units = _has_matrix_units() and not with_experts  # one call an expert takes longer than they gain
         self._compiled, self._torch = CompiledOps(Immediate(loaded)), TorchOps()
         self._multiplies_bytes = multiplies_bytes(loaded)
-        self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
+        # A compiler may not know matrix units that torch knows.
+        self._multiplies_bfloat16 = has_matrix_unit(loaded) or (multiplies_bfloat16(loaded) and not _has_matrix_units())
         self._noted = False  # whether slow products were logged
 
     def held(self, weight: Matrix) -> Linear:
@@ -246,7 +247,7 @@ class CpuOps(TorchElementwise):
         """Say whether a matrix is multiplied in tiles. Others take oneDNN's products if there are any."""
         inputs = data.shape[-1]
         fits = data.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
-        return fits and not self._has_units and (self._multiplies_bfloat16 or not packs(data))
+        return fits and (self._multiplies_bfloat16 or not packs(data))
 
 
 def _taken(weight: Matrix) -> Matrix:

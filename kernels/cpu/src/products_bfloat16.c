@@ -8,6 +8,7 @@
 #include <stddef.h>
 
 #include "fp8.h"
+#include "matrix_unit.h"
 #include "products.h"
 
 #if defined(HAS_PAIRS)
@@ -18,6 +19,8 @@
 #define STREAMED_ROWS 4 /* up to here memory is the limit, and the next tile is asked for early */
 #define SEGMENT 128     /* inputs of FP8 that share an output's scale */
 #define SCALES_BYTES (TILE * 4)
+#define NEAR_INPUTS 1024 /* on a matrix unit: a block's rows of so many stay in a core's cache */
+#define NEAR_TILES 8     /* while so many tiles pass by */
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(const struct call *to, int64_t row, int64_t tile, const floats *sums) {
@@ -78,6 +81,49 @@ INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const i
     for (int r = 0; r < rows; r++)
         finish_row(call, row + r, tile, sums[r]);
 }
+
+#if defined(HAS_MATRIX_UNIT)
+static void finish_sums(const struct call *call, int64_t row, int64_t tile, const float *sums, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++, sums += TILE) {
+        floats parts[PARTS];
+        for (int part = 0; part < PARTS; part++)
+            parts[part] = load_float32(sums + part * LANES);
+        finish_row(call, row + r, tile, parts);
+    }
+}
+
+/* Multiplies rows of a block with tiles that follow one another, on the matrix unit. */
+static void multiply_on_unit(const struct call *call, int64_t row, int64_t tile, int64_t rows, int64_t num_tiles) {
+    const int64_t inputs = call->inputs, tile_bytes = inputs * TILE * 2;
+    const char *weights = (const char *)call->weights + tile * tile_bytes;
+    const uint16_t *x = (const uint16_t *)call->x + row * call->x_stride;
+    float sums[NEAR_TILES][BLOCK_ROWS][TILE] __attribute__((aligned(64)));
+    struct unit_inputs of = {.x_stride = call->x_stride, .ahead = rows <= STREAMED_ROWS ? tile_bytes : 0};
+    int64_t configured = 0;
+    for (int64_t input = 0; input < inputs; input += NEAR_INPUTS) {
+        of.count = inputs - input < NEAR_INPUTS ? inputs - input : NEAR_INPUTS;
+        of.is_first = input == 0;
+        for (int64_t place = 0; place < num_tiles; place++) {
+            of.weights = weights + place * tile_bytes + input * TILE * 2;
+            for (int64_t first = 0; first < rows; first += MOST_UNIT_ROWS) {
+                of.x = x + first * call->x_stride + input;
+                of.rows = rows - first < MOST_UNIT_ROWS ? rows - first : MOST_UNIT_ROWS;
+                if (of.rows != configured)
+                    configure_unit(configured = of.rows);
+                if (of.rows > UNIT_ROWS)
+                    sum_on_unit(sums[place][first], &of, 1);
+                else
+                    sum_on_unit(sums[place][first], &of, 0);
+                if (input + of.count == inputs)
+                    finish_sums(call, row + first, tile + place, sums[place][first], of.rows);
+            }
+        }
+    }
+    _tile_release();
+}
+#else
+#define multiply_on_unit(...) (void)count
+#endif
 
 /* A segment of a tile in FP8: `count` inputs, in FP8 or widened to bfloat16. */
 struct segment {
@@ -168,15 +214,29 @@ int64_t pdserve_multiplies_bfloat16(void) {
 #endif
 }
 
+/* Whether products of bfloat16 are the matrix unit's. */
+int64_t pdserve_has_matrix_unit(void) { return has_matrix_unit; }
+
+/* Leaves it, or takes it again, where there is one; to measure and to test. */
+void pdserve_use_matrix_unit(int64_t wanted) { has_matrix_unit = wanted && may_use_matrix_unit; }
+
 int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return units_of(call, rows, MOST_ROWS); }
 
 /* inputs: an even number, at most 32,768; weights: as above. */
 void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
-    for (int64_t unit = begin; unit < end; unit++) {
-        const int64_t part = unit / tiles * parts_of_block, after = part + parts_of_block;
+    for (int64_t unit = begin, count = 1; unit < end; unit += count) {
+        const int64_t part = unit / tiles * parts_of_block, after = part + parts_of_block, tile = unit % tiles;
         const int64_t row = part * rows / parts, last = (after < parts ? after : parts) * rows / parts;
-        (call->bits == 8 ? multiply_fp8 : multiply_bfloat16)(call, row, unit % tiles, last - row);
+        if (call->bits == 8)
+            multiply_fp8(call, row, tile, last - row);
+        else if (!has_matrix_unit)
+            multiply_bfloat16(call, row, tile, last - row);
+        else {
+            const int64_t left = tiles - tile < end - unit ? tiles - tile : end - unit;
+            count = left < NEAR_TILES ? left : NEAR_TILES;
+            multiply_on_unit(call, row, tile, last - row, count);
+        }
     }
 }
 

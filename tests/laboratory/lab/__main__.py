@@ -51,6 +51,9 @@ from pdserve.cli.options import (
     one_of,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, report, run, show, writable
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.layers import use_matrix_unit
+from pdserve.kernels.cpu.library import library
 from pdserve.measure.frontend import PROMPT_WORDS, gains, measure_frontend
 from pdserve.measure.known_answers import Lengths, known_requests
 from pdserve.measure.outcomes import Objective
@@ -129,8 +132,9 @@ def experts(
     64 experts, of which each token takes 8; hidden 1024, inner 512; 1.2 billion parameters with 12 layers.
     """
     torch.set_num_threads(threads)
-    if vectors:
+    if vectors and not isinstance(loaded := library(), Missing):
         torch.cpu._is_amx_tile_supported = lambda: False
+        use_matrix_unit(loaded, wanted=False)
     found = []
     for each in measure_mixtures(quantization, layers, ((1, 1), (16, 1), (1, 512)), rounds):
         report(f"{each.step}: {each.mixture_to_dense:.2f} of the dense model, {each.mixture_to_loop:.2f} of a loop")
