@@ -171,7 +171,7 @@ def has_matrix_unit(loaded: ctypes.CDLL) -> bool:
 
 def use_matrix_unit(loaded: ctypes.CDLL, *, wanted: bool) -> None:
     """Compute with vectors from now on, in this process, or again with the matrix unit where there is one."""
-    loaded.pdserve_use_matrix_unit(Size(wanted))
+    loaded.pdserve_use_matrix_unit(ctypes.c_int64(wanted))
 
 
 def multiplies_bytes(loaded: ctypes.CDLL) -> bool:

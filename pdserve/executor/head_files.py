@@ -103,7 +103,7 @@ class MtpFiles:
         """Load the module as its model was loaded. ranks: of which each loads a part."""
         tensors = Tensors(self.held(quantization), model.dtype, model.device)
         rank = WHOLE if ranks is None else ranks.rank
-        ops = ops_for(model.device, input_bits, with_experts=bool(model.config.design.mixtures) and rank.size == 1)
+        ops = ops_for(model.device, input_bits)
         embedding, lm_head = model.embedding, model.lm_head
         if TARGET_EMBEDDING in self.weights:
             embedding, lm_head = embedding_and_head(model.config, tensors, ops)
