@@ -142,7 +142,7 @@ def test_in_tiles_a_mixture_reads_and_multiplies_the_matrices_of_the_same_expert
     loaded = library()
     assert not isinstance(loaded, Missing)
     of = Experts(8, GatedMlp(INNER), Routing(2))
-    ops = CpuOps(loaded, with_experts=True)
+    ops = CpuOps(loaded)
     mixture = mlp.Experts.build("", of, HIDDEN, tensors_of(weights_of(of), torch.bfloat16), ops, WHOLE)
     if not isinstance(mixture, mlp.CompiledExperts):
         pytest.skip("this processor has no products of bfloat16")
