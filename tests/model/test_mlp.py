@@ -11,13 +11,19 @@ from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner, is_compiled
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.layers import Tiles
+from pdserve.kernels.cpu.library import library
+from pdserve.model import ops_cpu
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import GatedMlp as GatedDesign
 from pdserve.model.family import Tensors
 from pdserve.model.loading import dummy_weights, load_model, ops_for
 from pdserve.model.mlp import GatedMlp, Mlp
-from pdserve.model.ops import GateUp, Linear, Ops, weight_bytes
+from pdserve.model.onednn import packs
+from pdserve.model.ops import Dense, GateUp, Linear, Ops, Packed, weight_bytes
+from pdserve.model.ops_cpu import CpuOps
 from pdserve.model.weights import Rank
 
 CONFIG = ModelConfig.from_hf(
@@ -96,3 +102,15 @@ def test_activations_are_those_of_the_layers_widest_step() -> None:
     dense, _ = models("none")
     heads = (2 * CONFIG.num_heads + 2 * CONFIG.num_kv_heads) * CONFIG.head_dim
     assert dense.activation_bytes() == 4 * (4 * CONFIG.hidden_size + heads + 3 * 128)
+
+
+@pytest.mark.parametrize(("in_library", "kind"), [(True, Tiles), (False, Packed)])
+def test_a_matrix_unit_that_the_library_cannot_use_is_left_to_onednn(
+    in_library: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, loaded = Dense(torch.zeros(64, 64, dtype=torch.bfloat16)), library()
+    if isinstance(loaded, Missing) or not packs(matrix.data):
+        pytest.skip("nothing to choose from")
+    monkeypatch.setattr(ops_cpu, "has_matrix_unit", lambda _: in_library)
+    monkeypatch.setattr(ops_cpu, "_has_matrix_units", lambda: True)
+    assert isinstance(CpuOps(loaded).held(matrix), kind)

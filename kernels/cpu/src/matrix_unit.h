@@ -59,7 +59,7 @@ INLINE void add_on_unit(const char *weights, const char *x, int64_t x_bytes, con
     }
 }
 
-/* The last inputs, fewer than 32: filled up with zeros, of which no product is a number's. */
+/* The same for the last inputs, fewer than 32. Weights and rows are filled up with zeros, which add nothing. */
 static void add_last_on_unit(const char *weights, const char *x, int64_t x_bytes, int64_t rows, int64_t count) {
     char pairs[UNIT_INPUTS * 2 * TILE] = {0}, from[MOST_UNIT_ROWS][2 * UNIT_INPUTS] = {{0}};
     memcpy(pairs, weights, count * 2 * TILE);
