@@ -13,22 +13,20 @@ from pdserve.kernels.experts import Added, Grouped, grouped_product, summed
 from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.kernels.products import Finish, product, rounds_inputs
 from pdserve.kernels.tuning import device_of
-from pdserve.model.activations import MlpActivation, activate, bent_times, capped
+from pdserve.model.activations import activate, bent_times
 from pdserve.model.design import Activation
 from pdserve.model.device_codes import code_blocks
-from pdserve.model.elementwise import TorchElementwise, times
-from pdserve.model.heads import HeadDense, HeadLinear, multiply_heads
 from pdserve.model.ops import (
     Dense,
     ExpertStack,
     GateUp,
-    LayerNorm,
     Linear,
     Matrix,
     Mixture,
     Norm,
     Quantized,
     RmsNorm,
+    TorchOps,
     decoded,
     dense,
     joined,
@@ -36,7 +34,7 @@ from pdserve.model.ops import (
 from pdserve.model.routing import route
 
 
-class CudaOps(TorchElementwise):
+class CudaOps(TorchOps):
     """The operations of a GPU, or of a CPU where Triton interprets."""
 
     stacks_experts = True
@@ -55,43 +53,17 @@ class CudaOps(TorchElementwise):
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         return self.held(joined(gate, up))
 
-    def held_heads(self, weight: Tensor) -> HeadLinear:
-        return HeadDense(weight)
-
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         matrix = decoded(weight)
         return matrix, matrix if tied else None
 
-    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
-        return times(functional.embedding(token_ids, dense(weight).data), scale)
-
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        match norm:
-            case RmsNorm(weight, eps):
-                return rms_norm(x, weight, eps)
-            case LayerNorm(weight, bias, eps):
-                return functional.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
-        x.copy_(self.norm(x, norm))
-
-    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
-        return residual.add_(self.norm(x, norm))
+        return rms_norm(x, norm.weight, norm.eps) if isinstance(norm, RmsNorm) else super().norm(x, norm)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         if isinstance(weight, CodeBlocks):
             return product(x, weight, rounded=weight.rounded)
-        matrix = dense(weight)
-        return functional.linear(x, matrix.data, matrix.bias)
-
-    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
-        return capped(times(self.linear(x, weight), scale), cap)
-
-    def linear_into(self, out: Tensor, x: Tensor, weight: Linear) -> None:
-        out.copy_(self.linear(x, weight))
-
-    def linear_heads(self, x: Tensor, weight: HeadLinear, num_more: int = 0) -> Tensor:
-        return multiply_heads(x, weight, num_more)
+        return super().linear(x, weight)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Add the products to the residual before rounding."""
@@ -100,9 +72,6 @@ class CudaOps(TorchElementwise):
         matrix = dense(weight)
         total = residual.addmm_(x, matrix.data.t(), alpha=scale)
         return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
 
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
@@ -125,9 +94,6 @@ class CudaOps(TorchElementwise):
         if isinstance(weight, GateUp):
             raise TypeError("gate and up are joined on a GPU")
         return _bent(self.linear(x, weight), activation)
-
-    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
-        return activate(self.linear(x, weight), activation)
 
 
 def _grouped(x: Tensor, matrix: Dense | CodeBlocks, rows: Tensor, of: Grouped, dtype: torch.dtype) -> Tensor:
