@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,65 +244,44 @@ def each_layer(design: Design, change: Callable[[Of], Of]) -> Design:
     return replace(design, layers=tuple(change(layer) for layer in design.layers))
 
 
-def attention(**changes: object) -> Change:
-    return lambda of: each_layer(of, lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+def changed(of: Of, path: str, changes: dict[str, object]) -> Of:
+    """Return it with changes to what lies at a path of names in it."""
+    name, _, rest = path.partition(".")
+    new = {name: changed(getattr(of, name), rest, changes)} if name else changes
+    return replace(of, **new)
 
 
-def rope(**changes: object) -> Change:
-    def changed(layer: Of) -> Of:
-        return replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, **changes)))
+def at(path: str, where: Callable[[Of], bool] = lambda _: True, **changes: object) -> Change:
+    """Change what lies at a path in each layer, where something does that is such."""
 
-    return lambda of: each_layer(of, changed)
+    def change(layer: Of) -> Of:
+        found = layer
+        for name in filter(None, path.split(".")):
+            found = getattr(found, name, None)
+        return layer if found is None or not where(found) else changed(layer, path, changes)
 
-
-def attending(kind: type = SelfAttention, **changes: object) -> Change:
-    """Change the attention of layers that have one, or of layers with something else in its place."""
-
-    def changed(layer: Of) -> Of:
-        if not isinstance(layer.attention, kind):
-            return layer
-        return replace(layer, attention=replace(layer.attention, **changes))
-
-    return lambda of: each_layer(of, changed)
+    return lambda of: each_layer(of, change)
 
 
+def a(kind: type) -> Callable[[Of], bool]:
+    return lambda of: isinstance(of, kind)
+
+
+layers = partial(at, "")
+attention = partial(at, "attention", a(SelfAttention))
+rope = partial(at, "attention.rope")
+cut_ropes = partial(at, "attention.rope", lambda of: of.is_cut)  # of layers that see all tokens
+sliding = partial(at, "attention.scores", lambda of: of.window is not None)
+state_space = partial(at, "attention", a(StateSpace))
+beside = partial(at, "attention")  # attention and a state space, of Falcon-H1
+beside_attention = partial(at, "attention.attention")
+beside_space = partial(at, "attention.space")
+mlp = partial(at, "mlp")
+plain_mlp = partial(at, "mlp", a(PlainMlp))
+mixture = partial(at, "mlp", a(Experts))
+routing = partial(at, "mlp.routing")
+expert = partial(at, "mlp.expert")
 SCALES = (0.7, 1.4, 0.6, 1.2, 0.8)  # of Falcon-H1's in the zoo
-
-
-def space(**changes: object) -> Change:
-    """Change the state space beside the attention."""
-
-    def changed(layer: Of) -> Of:
-        return replace(layer, attention=replace(layer.attention, space=replace(layer.attention.space, **changes)))
-
-    return lambda of: each_layer(of, changed)
-
-
-def attending_beside(**changes: object) -> Change:
-    """Change the attention beside a state space."""
-
-    def changed(layer: Of) -> Of:
-        beside = layer.attention
-        return replace(layer, attention=replace(beside, attention=replace(beside.attention, **changes)))
-
-    return lambda of: each_layer(of, changed)
-
-
-def without_conv_bias(layer: Of) -> Of:
-    return (
-        replace(layer, attention=replace(layer.attention, bias=False))
-        if isinstance(layer.attention, ShortConv)
-        else layer
-    )
-
-
-def wholly_turning(of: Design) -> Design:
-    (found,) = {each.rope for each in of.attentions if each is not None}
-    return attending(rope=replace(found, share=1.0))(of)
-
-
-def mlp(**changes: object) -> Change:
-    return lambda of: each_layer(of, lambda layer: replace(layer, mlp=replace(layer.mlp, **changes)))
 
 
 def test_routers_of_experts_are_rounded_in_no_family(folders: Callable[[str], Path]) -> None:
@@ -319,116 +299,36 @@ def test_kernels_of_gpus_refuse_experts_whose_inputs_are_weighed(folders: Callab
         check_kernels("interpreter", weighing, 16, torch.float32)
 
 
-def layers(**changes: object) -> Change:
-    return lambda of: each_layer(of, lambda layer: replace(layer, **changes))
+def head(**changes: object) -> Change:
+    return lambda of: changed(of, "head", changes)
 
 
-def without_norm_weights_plus_one(of: Design) -> Design:
-    return each_layer(of, lambda layer: replace(layer, norm=replace(layer.norm, plus=0.0)))
+def plain_embedding(of: Design) -> Design:
+    return replace(of, embedding=Embedding())
+
+
+def next_layers_window(of: Design) -> Design:
+    return replace(of, layers=of.layers[1:] + of.layers[:1])
 
 
 def rope_in_every_layer(of: Design) -> Design:
     return replace(of, layers=(of.layers[0],) * len(of.layers))
 
 
-def norms_before_rope(of: Design) -> Design:
-    norms = of.layers[0].attention.qk_norm
-    assert norms is not None
-    return attention(qk_norm=replace(norms, after_rope=False))(of)
-
-
 def one_after_the_other(of: Design) -> Design:
-    def changed(layer: Of) -> Of:
+    def sequential(layer: Of) -> Of:
         return Sequential(layer.attention, layer.mlp, layer.norm, around_mlp=Around(None))
 
-    return each_layer(of, changed)
+    return each_layer(of, sequential)
 
 
 def rms_norms(of: Design) -> Design:
     return each_layer(of, lambda layer: replace(layer, norm=RmsNorm(layer.norm.eps, layer.norm.plus)))
 
 
-def cosines_as_they_are(of: Design) -> Design:
-    scaling: Of = of.layers[0].attention.rope.scaling
-    return rope(scaling=replace(scaling, attention_factor=1.0))(of)
-
-
-def sliding(**changes: object) -> Change:
-    """Change what becomes of scores, in layers with a window."""
-
-    def changed(layer: Of) -> Of:
-        scores = layer.attention.scores
-        if scores.window is None:
-            return layer
-        return replace(layer, attention=replace(layer.attention, scores=replace(scores, **changes)))
-
-    return lambda of: each_layer(of, changed)
-
-
-def mlp_of(kind: type, **changes: object) -> Change:
-    """Change the MLPs of one kind."""
-
-    def changed(layer: Of) -> Of:
-        return replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, kind) else layer
-
-    return lambda of: each_layer(of, changed)
-
-
-def mlp_of_experts(**changes: object) -> Change:
-    return mlp_of(Experts, **changes)
-
-
-def experts(**changes: object) -> Change:
-    """Change how tokens choose experts."""
-
-    def changed(layer: Of) -> Of:
-        if not isinstance(layer.mlp, Experts):
-            return layer
-        return replace(layer, mlp=replace(layer.mlp, routing=replace(layer.mlp.routing, **changes)))
-
-    return lambda of: each_layer(of, changed)
-
-
-def experts_mlp(**changes: object) -> Change:
-    """Change what each expert is."""
-
-    def changed(layer: Of) -> Of:
-        if not isinstance(layer.mlp, Experts):
-            return layer
-        return replace(layer, mlp=replace(layer.mlp, expert=replace(layer.mlp.expert, **changes)))
-
-    return lambda of: each_layer(of, changed)
-
-
 def one_rope(of: Design) -> Design:
-    return rope(**{name: getattr(of.layers[-1].attention.rope, name) for name in ("theta", "scaling", "share")})(of)
-
-
-def cut_ropes(**changes: object) -> Change:
-    """Change the rope of layers that see all tokens, of which only a part of each head turns."""
-
-    def changed(layer: Of) -> Of:
-        own = layer.attention.rope
-        if not own.is_cut:
-            return layer
-        return replace(layer, attention=replace(layer.attention, rope=replace(own, **changes)))
-
-    return lambda of: each_layer(of, changed)
-
-
-def beside_experts(**changes: Callable[[Of], Of]) -> Change:
-    """Change experts beside an MLP."""
-
-    def changed(layer: Of) -> Of:
-        experts = layer.mlp.experts
-        new = {name: change(getattr(experts, name)) for name, change in changes.items()}
-        return replace(layer, mlp=replace(layer.mlp, experts=replace(experts, **new)))
-
-    return lambda of: each_layer(of, changed)
-
-
-def head(**changes: object) -> Change:
-    return lambda of: replace(of, head=replace(of.head, **changes))
+    last: Of = of.layers[-1]
+    return rope(**{name: getattr(last.attention.rope, name) for name in ("theta", "scaling", "share")})(of)
 
 
 NOTHING = Sequential(None, None, RmsNorm(1e-5))
@@ -438,14 +338,14 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("apertus", "rope scaling"): rope(scaling=None),
     ("arcee", "the square"): mlp(activation=Activation.GELU),
     ("deepseek-v3", "pairs of neighbours"): rope(interleaved=False),
-    ("deepseek-v3", "YaRN's factor of scores"): attention(scores=Scores(24**-0.5)),
-    ("deepseek-v3", "shared experts"): mlp_of_experts(shared=None),
+    ("deepseek-v3", "YaRN's factor of scores"): at("attention", scores=Scores(24**-0.5)),
+    ("deepseek-v3", "shared experts"): mixture(shared=None),
     ("ernie", "pairs of neighbours"): rope(interleaved=False),
     ("ernie", "biases of q, k, v"): attention(qkv_bias=False),
     ("ernie", "the bias of o"): attention(o_bias=False),
     ("ernie", "biases of the MLP"): mlp(bias=False),
-    ("gemma", "1 + weight"): without_norm_weights_plus_one,
-    ("gemma", "the embedding's scale"): lambda of: replace(of, embedding=Embedding()),
+    ("gemma", "1 + weight"): at("norm", plus=0.0),
+    ("gemma", "the embedding's scale"): plain_embedding,
     ("gemma", "GELU"): mlp(activation=Activation.SILU),
     ("cohere2", "side by side"): one_after_the_other,
     ("cohere2", "no rope"): rope_in_every_layer,
@@ -460,7 +360,7 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gemma2", "the scale"): sliding(scale=None),
     ("gemma2", "the window"): sliding(window=None),
     ("gemma2", "the window's last token"): sliding(window=95),
-    ("gemma2", "which layers slide"): lambda of: replace(of, layers=of.layers[1:] + of.layers[:1]),
+    ("gemma2", "which layers slide"): next_layers_window,
     ("gemma3", "1 + weight of q and k"): attention(qk_norm=HeadNorms(1e-6)),
     ("gemma3", "the faster rope"): one_rope,
     ("gemma3", "the window"): sliding(window=None),
@@ -474,10 +374,10 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gemma4", "the faster rope"): cut_ropes(theta=1e4),
     ("gemma4", "the layers' numbers"): layers(scalar=None),
     ("gemma4", "the cap of logits"): head(soft_cap=None),
-    ("gemma4-moe", "the factors of experts"): beside_experts(routing=lambda of: replace(of, shares=None)),
-    ("gemma4-moe", "the second expert of a token"): beside_experts(routing=lambda of: replace(of, num_chosen=1)),
-    ("gemma4-moe", "scores by softmax"): beside_experts(routing=lambda of: replace(of, by_sigmoid=True)),
-    ("gemma4-moe", "GELU"): beside_experts(expert=lambda of: replace(of, activation=Activation.SILU)),
+    ("gemma4-moe", "the factors of experts"): at("mlp.experts.routing", shares=None),
+    ("gemma4-moe", "the second expert of a token"): at("mlp.experts.routing", num_chosen=1),
+    ("gemma4-moe", "scores by softmax"): at("mlp.experts.routing", by_sigmoid=True),
+    ("gemma4-moe", "GELU"): at("mlp.experts.expert", activation=Activation.SILU),
     ("gemma4", "the norms after attention and MLP"): layers(
         around_attention=Around("input_layernorm"), around_mlp=Around("pre_feedforward_layernorm")
     ),
@@ -486,118 +386,118 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("olmo3", "the rope that is not scaled"): one_rope,
     ("olmo3", "the window"): sliding(window=None),
     ("qwen2-windows", "the window"): sliding(window=None),
-    ("glm4-moe", "the bias that chooses"): experts(bias=None),
-    ("glm4-moe", "sigmoids"): experts(by_sigmoid=False),
-    ("glm4-moe", "groups"): experts(groups=(1, 1)),
-    ("glm4-moe", "the weights' scale"): experts(scale=1.0),
-    ("glm4-moe", "shared experts"): mlp_of_experts(shared=None),
-    ("minimax-m2", "the bias that chooses"): experts(bias=None),
+    ("glm4-moe", "the bias that chooses"): routing(bias=None),
+    ("glm4-moe", "sigmoids"): routing(by_sigmoid=False),
+    ("glm4-moe", "groups"): routing(groups=(1, 1)),
+    ("glm4-moe", "the weights' scale"): routing(scale=1.0),
+    ("glm4-moe", "shared experts"): mixture(shared=None),
+    ("minimax-m2", "the bias that chooses"): routing(bias=None),
     ("minimax-m2", "features that stay"): rope(share=1.0),
     ("minimax-m2", "norms of q and k"): attention(qk_norm=None),
-    ("mixtral", "one expert less"): experts(num_chosen=1),
-    ("mixtral", "weights that sum to 1"): experts(normalized=False),
-    ("qwen2-moe", "weights as they are"): experts(normalized=True),
-    ("qwen2-moe", "the shared expert's gate"): mlp_of_experts(shared_gate=None),
-    ("qwen3-moe", "weights that sum to 1"): experts(normalized=False),
+    ("mixtral", "one expert less"): routing(num_chosen=1),
+    ("mixtral", "weights that sum to 1"): routing(normalized=False),
+    ("qwen2-moe", "weights as they are"): routing(normalized=True),
+    ("qwen2-moe", "the shared expert's gate"): mixture(shared_gate=None),
+    ("qwen3-moe", "weights that sum to 1"): routing(normalized=False),
     ("gpt-oss", "sinks"): attention(scores=Scores()),
     ("gpt-oss", "the window"): sliding(window=None),
-    ("gpt-oss", "which layers slide"): lambda of: replace(of, layers=of.layers[1:] + of.layers[:1]),
-    ("gpt-oss", "the bias of the router"): mlp_of_experts(router_bias=False),
-    ("gpt-oss", "biases of the experts"): experts_mlp(bias=False),
-    ("gpt-oss", "the clamped gate"): experts_mlp(activation=Activation.SILU),
-    ("gpt-oss", "weights that sum to 1"): experts(normalized=False),
-    ("bamba", "features that stay"): attending(rope=RopeConfig(10000.0)),
-    ("bamba", "norms by group"): attending(StateSpace, eps=None),
-    ("granite-hybrid", "the scores' multiplier"): attending(scores=Scores()),
+    ("gpt-oss", "which layers slide"): next_layers_window,
+    ("gpt-oss", "the bias of the router"): mixture(router_bias=False),
+    ("gpt-oss", "biases of the experts"): expert(bias=False),
+    ("gpt-oss", "the clamped gate"): expert(activation=Activation.SILU),
+    ("gpt-oss", "weights that sum to 1"): routing(normalized=False),
+    ("bamba", "features that stay"): attention(rope=RopeConfig(10000.0)),
+    ("bamba", "norms by group"): state_space(eps=None),
+    ("granite-hybrid", "the scores' multiplier"): attention(scores=Scores()),
     ("granite-hybrid", "the residuals' multiplier"): layers(residual_scale=1.0),
     ("granite-hybrid", "the logits' multiplier"): head(scale=1.0),
-    ("granite-hybrid", "the embedding's scale"): lambda of: replace(of, embedding=Embedding()),
-    ("granite-hybrid", "no rope"): attending(rope=RopeConfig(10000.0)),
-    ("granite-hybrid", "the shared MLP"): mlp_of_experts(shared=None),
-    ("granite-hybrid", "the norm after the gate"): attending(StateSpace, norm_first=True),
-    ("granite-hybrid-dense", "norms by group"): attending(StateSpace, eps=None),
-    ("granite-hybrid-dense", "rope"): attending(rope=NO_ROPE),
+    ("granite-hybrid", "the embedding's scale"): plain_embedding,
+    ("granite-hybrid", "no rope"): attention(rope=RopeConfig(10000.0)),
+    ("granite-hybrid", "the shared MLP"): mixture(shared=None),
+    ("granite-hybrid", "the norm after the gate"): state_space(norm_first=True),
+    ("granite-hybrid-dense", "norms by group"): state_space(eps=None),
+    ("granite-hybrid-dense", "rope"): attention(rope=NO_ROPE),
     ("granite-moe", "the scores' multiplier"): attention(scores=Scores()),
     ("granite-moe", "the residuals' multiplier"): layers(residual_scale=1.0),
-    ("granite-moe", "weights that sum to 1"): experts(normalized=False),
-    ("falcon-h1", "the multiplier of keys"): attending_beside(scores=Scores()),
-    ("falcon-h1", "the multiplier of the attention's input"): attention(attention_scales=(1.0, 1.3)),
-    ("falcon-h1", "the multiplier of the attention's output"): attention(attention_scales=(0.8, 1.0)),
-    ("falcon-h1", "the multiplier of the state's output"): attention(space_scale=1.0),
-    ("falcon-h1", "the multiplier of the state's input"): space(input_scale=1.0),
-    ("falcon-h1", "the norm after the gate"): space(norm_first=True),
-    ("falcon-h1", "the norm"): space(eps=None),
+    ("granite-moe", "weights that sum to 1"): routing(normalized=False),
+    ("falcon-h1", "the multiplier of keys"): beside_attention(scores=Scores()),
+    ("falcon-h1", "the multiplier of the attention's input"): beside(attention_scales=(1.0, 1.3)),
+    ("falcon-h1", "the multiplier of the attention's output"): beside(attention_scales=(0.8, 1.0)),
+    ("falcon-h1", "the multiplier of the state's output"): beside(space_scale=1.0),
+    ("falcon-h1", "the multiplier of the state's input"): beside_space(input_scale=1.0),
+    ("falcon-h1", "the norm after the gate"): beside_space(norm_first=True),
+    ("falcon-h1", "the norm"): beside_space(eps=None),
     ("falcon-h1", "multipliers of the MLP"): mlp(input_scale=1.0, output_scale=1.0),
     **{
-        ("falcon-h1", f"the multiplier of {name}"): space(scales=(*SCALES[:place], 1.0, *SCALES[place + 1 :]))
+        ("falcon-h1", f"the multiplier of {name}"): beside_space(scales=(*SCALES[:place], 1.0, *SCALES[place + 1 :]))
         for place, name in enumerate(("gates", "x", "B", "C", "steps"))
     },
-    ("deepseek-v2-groups", "groups"): experts(groups=(1, 1)),
-    ("deepseek-v2-groups", "groups by their best one"): experts(group_best=2),
+    ("deepseek-v2-groups", "groups"): routing(groups=(1, 1)),
+    ("deepseek-v2-groups", "groups by their best one"): routing(group_best=2),
     ("llama4", "blocks"): sliding(aligned=False),
     ("llama4", "the length of blocks"): sliding(window=96),
     ("llama4", "queries that grow"): rope(growth=None),
     ("llama4", "norms of q and k"): attention(qk_norm=None),
     ("llama4", "no rope"): rope(share=1.0),
     ("llama4", "pairs of neighbours"): rope(interleaved=False),
-    ("llama4", "weights of inputs"): mlp_of_experts(weighs_inputs=False),
-    ("llama4", "sigmoids"): experts(by_sigmoid=False),
-    ("llama4", "the shared expert"): mlp_of_experts(shared=None),
-    ("lfm2-moe", "the bias that chooses"): experts(bias=None),
-    ("lfm2-moe", "sigmoids"): experts(by_sigmoid=False),
-    ("lfm2-moe", "weights that sum to 1"): experts(normalized=False),
-    ("lfm2-moe", "the weights' scale"): experts(scale=1.0),
+    ("llama4", "weights of inputs"): mixture(weighs_inputs=False),
+    ("llama4", "sigmoids"): routing(by_sigmoid=False),
+    ("llama4", "the shared expert"): mixture(shared=None),
+    ("lfm2-moe", "the bias that chooses"): routing(bias=None),
+    ("lfm2-moe", "sigmoids"): routing(by_sigmoid=False),
+    ("lfm2-moe", "weights that sum to 1"): routing(normalized=False),
+    ("lfm2-moe", "the weights' scale"): routing(scale=1.0),
     ("olmoe", "norms of q and k"): attention(qk_norm=None),
-    ("olmoe", "weights as they are"): experts(normalized=True),
-    ("ernie-moe", "the bias that chooses"): experts(bias=None),
-    ("ernie-moe", "weights that sum to 1"): experts(normalized=False),
-    ("ernie-moe", "shared experts"): mlp_of_experts(shared=None),
+    ("olmoe", "weights as they are"): routing(normalized=True),
+    ("ernie-moe", "the bias that chooses"): routing(bias=None),
+    ("ernie-moe", "weights that sum to 1"): routing(normalized=False),
+    ("ernie-moe", "shared experts"): mixture(shared=None),
     ("ernie-moe", "pairs of neighbours"): rope(interleaved=False),
-    ("lfm2", "norms of q and k"): attending(qk_norm=None),
-    ("lfm2", "biases of convolutions"): lambda of: each_layer(of, without_conv_bias),
-    ("qwen3-next", "1 + weight"): without_norm_weights_plus_one,
-    ("qwen3-next", "features that stay"): wholly_turning,
-    ("qwen3-next", "the shared expert's gate"): mlp_of_experts(shared_gate=None),
-    ("qwen3-next", "weights that sum to 1"): experts(normalized=False),
-    ("qwen3.5", "1 + weight of q and k"): attending(qk_norm=HeadNorms(1e-6)),
-    ("qwen3.5", "features that stay"): wholly_turning,
+    ("lfm2", "norms of q and k"): attention(qk_norm=None),
+    ("lfm2", "biases of convolutions"): at("attention", a(ShortConv), bias=False),
+    ("qwen3-next", "1 + weight"): at("norm", plus=0.0),
+    ("qwen3-next", "features that stay"): rope(share=1.0),
+    ("qwen3-next", "the shared expert's gate"): mixture(shared_gate=None),
+    ("qwen3-next", "weights that sum to 1"): routing(normalized=False),
+    ("qwen3.5", "1 + weight of q and k"): attention(qk_norm=HeadNorms(1e-6)),
+    ("qwen3.5", "features that stay"): rope(share=1.0),
     ("glm4", "norms after attention"): layers(around_attention=Around("input_layernorm")),
     ("glm4", "norms after MLPs"): layers(around_mlp=Around("post_attention_layernorm")),
     ("glm4", "features that stay"): rope(share=1.0),
     ("glm4", "pairs of neighbours"): rope(interleaved=False),
-    ("granite", "the embedding's multiplier"): lambda of: replace(of, embedding=Embedding()),
+    ("granite", "the embedding's multiplier"): plain_embedding,
     ("granite", "the scores' multiplier"): attention(scores=Scores()),
     ("granite", "the residuals' multiplier"): layers(residual_scale=1.0),
-    ("granite", "the logits' multiplier"): lambda of: replace(of, head=replace(of.head, scale=1.0)),
+    ("granite", "the logits' multiplier"): head(scale=1.0),
     ("hunyuan", "norms of q and k"): attention(qk_norm=None),
-    ("hunyuan", "norms after rope"): norms_before_rope,
+    ("hunyuan", "norms after rope"): at("attention.qk_norm", after_rope=False),
     ("llama-gelu", "GELU"): mlp(activation=Activation.SILU),
-    ("llama-mscale", "the factor of cosines"): cosines_as_they_are,
-    ("nemotron", "1 + weight"): without_norm_weights_plus_one,
+    ("llama-mscale", "the factor of cosines"): at("attention.rope.scaling", attention_factor=1.0),
+    ("nemotron", "1 + weight"): at("norm", plus=0.0),
     ("nemotron", "means"): rms_norms,
     ("nemotron", "features that stay"): rope(share=1.0),
-    ("nemotron-h", "no rope"): attending(rope=RopeConfig(10000.0)),
-    ("nemotron-h", "norms by group"): attending(StateSpace, eps=None),
-    ("nemotron-h", "the norm after the gate"): attending(StateSpace, norm_first=True),
-    ("nemotron-h", "the square"): mlp_of(PlainMlp, activation=Activation.GELU),
-    ("nemotron-h", "biases of MLPs"): mlp_of(PlainMlp, bias=False),
+    ("nemotron-h", "no rope"): attention(rope=RopeConfig(10000.0)),
+    ("nemotron-h", "norms by group"): state_space(eps=None),
+    ("nemotron-h", "the norm after the gate"): state_space(norm_first=True),
+    ("nemotron-h", "the square"): plain_mlp(activation=Activation.GELU),
+    ("nemotron-h", "biases of MLPs"): plain_mlp(bias=False),
     ("nemotron-h", "a layer's MLP"): lambda of: replace(of, layers=(*of.layers[:-1], NOTHING)),
-    ("nemotron-h-moe", "the bias that chooses"): experts(bias=None),
-    ("nemotron-h-moe", "sigmoids"): experts(by_sigmoid=False),
-    ("nemotron-h-moe", "groups"): experts(groups=(1, 1)),
-    ("nemotron-h-moe", "weights that sum to 1"): experts(normalized=False),
-    ("nemotron-h-moe", "the weights' scale"): experts(scale=1.0),
-    ("nemotron-h-moe", "shared experts"): mlp_of_experts(shared=None),
-    ("nemotron-h-moe", "the square"): experts_mlp(activation=Activation.GELU),
-    ("nemotron-h-latent", "shared experts"): mlp_of_experts(shared=None),
+    ("nemotron-h-moe", "the bias that chooses"): routing(bias=None),
+    ("nemotron-h-moe", "sigmoids"): routing(by_sigmoid=False),
+    ("nemotron-h-moe", "groups"): routing(groups=(1, 1)),
+    ("nemotron-h-moe", "weights that sum to 1"): routing(normalized=False),
+    ("nemotron-h-moe", "the weights' scale"): routing(scale=1.0),
+    ("nemotron-h-moe", "shared experts"): mixture(shared=None),
+    ("nemotron-h-moe", "the square"): expert(activation=Activation.GELU),
+    ("nemotron-h-latent", "shared experts"): mixture(shared=None),
     ("olmo2", "norms of q and k"): attention(qk_norm=None),
     ("olmo2", "norms after attention"): layers(around_attention=Around(None)),
     ("phi", "side by side"): one_after_the_other,
-    ("phi", "the head's bias"): lambda of: replace(of, head=replace(of.head, bias=False)),
+    ("phi", "the head's bias"): head(bias=False),
     ("phi3", "features that stay"): rope(share=1.0),
     ("phi3", "the window"): attention(scores=Scores()),
     ("phi3-long", "short factors"): rope(scaling=None),
-    ("phi3-long", "the factor of cosines"): cosines_as_they_are,
+    ("phi3-long", "the factor of cosines"): at("attention.rope.scaling", attention_factor=1.0),
     ("seed-oss", "biases of q, k, v"): attention(qkv_bias=False),
     ("seed-oss", "the bias of o"): attention(o_bias=False),
     ("smollm3", "no rope"): rope_in_every_layer,

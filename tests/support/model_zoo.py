@@ -7,68 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    ApertusConfig,
-    ArceeConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BambaConfig,
-    Cohere2Config,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    Ernie4_5Config,
-    Exaone4Config,
-    FalconH1Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Gemma4Config,
-    Gemma4TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    HunYuanDenseV1Config,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    Llama4Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    MiniMaxM2Config,
-    Ministral3Config,
-    MinistralConfig,
-    Mistral3Config,
-    MistralConfig,
-    MixtralConfig,
-    NemotronConfig,
-    NemotronHConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5Config,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
 
 VOCAB = 512
 SHAPE = {
@@ -169,31 +110,33 @@ UNEVEN = {
 }
 
 
-def causal(config: Callable[..., PreTrainedConfig], **own: object) -> Callable[[dict[str, Any]], PreTrainedModel]:
+def causal(
+    config: Callable[..., transformers.PreTrainedConfig], **own: object
+) -> Callable[[dict[str, Any]], transformers.PreTrainedModel]:
     """Return what makes a model of SHAPE, with what the family adds to it, and with what a test asks for."""
-    return lambda asked: AutoModelForCausalLM.from_config(config(**{**SHAPE, **own, **asked}))
+    return lambda asked: transformers.AutoModelForCausalLM.from_config(config(**{**SHAPE, **own, **asked}))
 
 
 FAMILIES = {
-    "llama3": causal(LlamaConfig, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
-    "mistral": causal(MistralConfig, sliding_window=96),
-    "qwen2": causal(Qwen2Config),
-    "qwen3": causal(Qwen3Config, head_dim=32),
+    "llama3": causal(transformers.LlamaConfig, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
+    "mistral": causal(transformers.MistralConfig, sliding_window=96),
+    "qwen2": causal(transformers.Qwen2Config),
+    "qwen3": causal(transformers.Qwen3Config, head_dim=32),
 }
 MORE_FAMILIES = {  # which run through fewer tests, since they share code with these
-    "apertus": causal(ApertusConfig, rope_parameters=LLAMA3_ROPE),
-    "arcee": causal(ArceeConfig),
+    "apertus": causal(transformers.ApertusConfig, rope_parameters=LLAMA3_ROPE),
+    "arcee": causal(transformers.ArceeConfig),
     "bamba": causal(
-        BambaConfig,
+        transformers.BambaConfig,
         attn_layer_indices=[1],
         mamba_n_heads=4,
         mamba_n_groups=2,
         mamba_expand=1,
         mamba_d_state=12,
     ),
-    "cohere2": causal(Cohere2Config, sliding_window=96, sliding_window_pattern=3, logit_scale=0.25),
+    "cohere2": causal(transformers.Cohere2Config, sliding_window=96, sliding_window_pattern=3, logit_scale=0.25),
     "deepseek-v2": causal(
-        DeepseekV2Config,
+        transformers.DeepseekV2Config,
         q_lora_rank=None,
         kv_lora_rank=24,
         qk_rope_head_dim=8,
@@ -209,7 +152,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "deepseek-v2-groups": causal(
-        DeepseekV2Config,
+        transformers.DeepseekV2Config,
         q_lora_rank=24,
         kv_lora_rank=24,
         qk_rope_head_dim=8,
@@ -226,7 +169,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "deepseek-v3": causal(
-        DeepseekV3Config,
+        transformers.DeepseekV3Config,
         q_lora_rank=24,
         kv_lora_rank=40,
         qk_rope_head_dim=8,
@@ -242,17 +185,17 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     ),
     "ernie-moe": causal(
-        Ernie4_5_MoeConfig,
+        transformers.Ernie4_5_MoeConfig,
         moe_num_experts=6,
         moe_k=3,
         moe_intermediate_size=64,
         moe_layer_start_index=1,
     ),
-    "ernie": causal(Ernie4_5Config, head_dim=16, use_bias=True),
-    "gemma": causal(GemmaConfig, head_dim=32, tie_word_embeddings=False),
-    "exaone4": causal(Exaone4Config, sliding_window=96, sliding_window_pattern=3),
+    "ernie": causal(transformers.Ernie4_5Config, head_dim=16, use_bias=True),
+    "gemma": causal(transformers.GemmaConfig, head_dim=32, tie_word_embeddings=False),
+    "exaone4": causal(transformers.Exaone4Config, sliding_window=96, sliding_window_pattern=3),
     "gemma2": causal(
-        Gemma2Config,
+        transformers.Gemma2Config,
         head_dim=32,
         num_hidden_layers=4,
         query_pre_attn_scalar=16,
@@ -262,7 +205,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         tie_word_embeddings=False,
     ),
     "gemma3": causal(
-        Gemma3TextConfig,
+        transformers.Gemma3TextConfig,
         head_dim=32,
         num_hidden_layers=6,
         query_pre_attn_scalar=16,
@@ -273,9 +216,9 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         },
         tie_word_embeddings=False,
     ),
-    "gemma4": causal(Gemma4TextConfig, **GEMMA_4, tie_word_embeddings=False),
+    "gemma4": causal(transformers.Gemma4TextConfig, **GEMMA_4, tie_word_embeddings=False),
     "gemma4-moe": causal(
-        Gemma4TextConfig,
+        transformers.Gemma4TextConfig,
         **GEMMA_4,
         enable_moe_block=True,
         num_experts=6,
@@ -284,7 +227,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         tie_word_embeddings=False,
     ),
     "glm4-lite": causal(
-        Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteConfig,
         q_lora_rank=24,
         kv_lora_rank=48,
         qk_rope_head_dim=16,
@@ -297,16 +240,16 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gpt-oss": causal(
-        GptOssConfig,
+        transformers.GptOssConfig,
         head_dim=16,
         sliding_window=96,
         num_local_experts=6,
         num_experts_per_tok=2,
         rope_parameters={**YARN, "truncate": False},
     ),
-    "glm4": causal(Glm4Config, head_dim=16),
+    "glm4": causal(transformers.Glm4Config, head_dim=16),
     "glm4-moe": causal(
-        Glm4MoeConfig,
+        transformers.Glm4MoeConfig,
         head_dim=16,
         n_routed_experts=8,
         num_experts_per_tok=3,
@@ -318,10 +261,14 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         attention_bias=True,
     ),
     "granite": causal(
-        GraniteConfig, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.5, logits_scaling=0.5
+        transformers.GraniteConfig,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.4,
+        residual_multiplier=0.5,
+        logits_scaling=0.5,
     ),
     "granite-moe": causal(
-        GraniteMoeConfig,
+        transformers.GraniteMoeConfig,
         num_local_experts=6,
         num_experts_per_tok=2,
         attention_multiplier=0.4,
@@ -329,7 +276,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         logits_scaling=2.0,
     ),
     "granite-hybrid": causal(
-        GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridConfig,
         **GRANITE_LAYERS,
         num_local_experts=6,
         num_experts_per_tok=2,
@@ -337,7 +284,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         mamba_n_groups=1,
     ),
     "granite-hybrid-dense": causal(
-        GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridConfig,
         **GRANITE_LAYERS,
         num_local_experts=0,
         shared_intermediate_size=128,
@@ -345,44 +292,44 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         position_embedding_type="rope",
     ),
     "granite-4-attention": causal(
-        GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridConfig,
         **{**GRANITE_LAYERS, "layer_types": ["full_attention"] * 3},
         num_local_experts=0,
         shared_intermediate_size=128,
         position_embedding_type="rope",
     ),
-    "hunyuan": causal(HunYuanDenseV1Config, head_dim=16),
-    "llama-gelu": causal(LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
-    "llama-mscale": causal(LlamaConfig, rope_parameters={**YARN, "mscale": 4.0, "mscale_all_dim": 0.5}),
+    "hunyuan": causal(transformers.HunYuanDenseV1Config, head_dim=16),
+    "llama-gelu": causal(transformers.LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
+    "llama-mscale": causal(transformers.LlamaConfig, rope_parameters={**YARN, "mscale": 4.0, "mscale_all_dim": 0.5}),
     "minimax-m2": causal(
-        MiniMaxM2Config,
+        transformers.MiniMaxM2Config,
         head_dim=16,
         num_local_experts=6,
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ),
     "ministral": causal(
-        MinistralConfig,
+        transformers.MinistralConfig,
         head_dim=16,
         sliding_window=96,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "ministral3": causal(
-        Ministral3Config,
+        transformers.Ministral3Config,
         head_dim=32,
         rope_parameters={**YARN, "original_max_position_embeddings": 60, "llama_4_scaling_beta": 0.5},
     ),
-    "mixtral": causal(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
-    "nemotron": causal(NemotronConfig),
+    "mixtral": causal(transformers.MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "nemotron": causal(transformers.NemotronConfig),
     "nemotron-h": causal(
-        NemotronHConfig,
+        transformers.NemotronHConfig,
         num_hidden_layers=5,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
         mlp_bias=True,
         **NEMOTRON_H_SPACE,
     ),
     "nemotron-h-moe": causal(
-        NemotronHConfig,
+        transformers.NemotronHConfig,
         num_hidden_layers=5,
         layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
         n_routed_experts=8,
@@ -395,7 +342,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         **NEMOTRON_H_SPACE,
     ),
     "nemotron-h-latent": causal(
-        NemotronHConfig,
+        transformers.NemotronHConfig,
         num_hidden_layers=4,
         layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
         n_routed_experts=8,
@@ -405,10 +352,10 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         moe_latent_size=32,
         **NEMOTRON_H_SPACE,
     ),
-    "olmoe": causal(OlmoeConfig, num_experts=6, num_experts_per_tok=3, intermediate_size=64),
-    "olmo2": causal(Olmo2Config),
+    "olmoe": causal(transformers.OlmoeConfig, num_experts=6, num_experts_per_tok=3, intermediate_size=64),
+    "olmo2": causal(transformers.Olmo2Config),
     "olmo3": causal(
-        Olmo3Config,
+        transformers.Olmo3Config,
         sliding_window=96,
         num_hidden_layers=4,
         rope_parameters={
@@ -416,15 +363,17 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "phi": causal(PhiConfig),
-    "phi3": causal(Phi3Config, sliding_window=96, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75}),
+    "phi": causal(transformers.PhiConfig),
+    "phi3": causal(
+        transformers.Phi3Config, sliding_window=96, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    ),
     "phi3-long": causal(
-        Phi3Config,
+        transformers.Phi3Config,
         original_max_position_embeddings=1024,
         rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
     ),
     "qwen2-moe": causal(
-        Qwen2MoeConfig,
+        transformers.Qwen2MoeConfig,
         num_experts=6,
         num_experts_per_tok=3,
         moe_intermediate_size=64,
@@ -432,16 +381,16 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         mlp_only_layers=[1],
     ),
     "qwen3-moe": causal(
-        Qwen3MoeConfig,
+        transformers.Qwen3MoeConfig,
         head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         norm_topk_prob=True,
     ),
-    "qwen2-windows": causal(Qwen2Config, use_sliding_window=True, sliding_window=96, max_window_layers=2),
+    "qwen2-windows": causal(transformers.Qwen2Config, use_sliding_window=True, sliding_window=96, max_window_layers=2),
     "falcon-h1": causal(
-        FalconH1Config,
+        transformers.FalconH1Config,
         mamba_d_ssm=96,
         mamba_n_heads=6,
         mamba_d_head=16,
@@ -460,7 +409,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         ssm_out_multiplier=0.9,
     ),
     "lfm2-moe": causal(
-        Lfm2MoeConfig,
+        transformers.Lfm2MoeConfig,
         layer_types=["conv", "full_attention", "conv"],
         num_dense_layers=1,
         num_experts=6,
@@ -468,29 +417,29 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         moe_intermediate_size=64,
         routed_scaling_factor=1.5,
     ),
-    "lfm2": causal(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
-    "llama4": causal(Llama4TextConfig, num_hidden_layers=4, **CHUNKED),
+    "lfm2": causal(transformers.Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+    "llama4": causal(transformers.Llama4TextConfig, num_hidden_layers=4, **CHUNKED),
     "qwen3-next": causal(
-        Qwen3NextConfig,
+        transformers.Qwen3NextConfig,
         num_hidden_layers=4,
         head_dim=32,
         **DELTA_EXPERTS,
     ),
     "qwen3.5": causal(
-        Qwen3_5TextConfig,
+        transformers.Qwen3_5TextConfig,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         head_dim=32,
         **DELTA_HEADS,
     ),
     "qwen3.5-moe": causal(
-        Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeTextConfig,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         head_dim=32,
         **DELTA_EXPERTS,
     ),
-    "seed-oss": causal(SeedOssConfig, head_dim=32, attention_out_bias=True),
-    "smollm3": causal(SmolLM3Config, no_rope_layer_interval=2),
-    "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
+    "seed-oss": causal(transformers.SeedOssConfig, head_dim=32, attention_out_bias=True),
+    "smollm3": causal(transformers.SmolLM3Config, no_rope_layer_interval=2),
+    "starcoder2": causal(transformers.Starcoder2Config, tie_word_embeddings=False),
 }
 
 SIGHT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -498,25 +447,27 @@ SIGHT |= {"image_size": 28, "patch_size": 14}
 
 
 def seeing(
-    config: Callable[..., PreTrainedConfig], text: str, sight: str, **own: object
-) -> Callable[[dict[str, Any]], PreTrainedModel]:
+    config: Callable[..., transformers.PreTrainedConfig], text: str, sight: str, **own: object
+) -> Callable[[dict[str, Any]], transformers.PreTrainedModel]:
     """Return what makes a model of SHAPE that also sees images. text, sight: the types of its parts."""
 
-    def made(asked: dict[str, Any]) -> PreTrainedModel:
+    def made(asked: dict[str, Any]) -> transformers.PreTrainedModel:
         parts = {
             "text_config": {**SHAPE, **own, **asked, "model_type": text},
             "vision_config": {**SIGHT, "model_type": sight},
         }
-        return AutoModelForImageTextToText.from_config(config(**parts, tie_word_embeddings=False))
+        return transformers.AutoModelForImageTextToText.from_config(config(**parts, tie_word_embeddings=False))
 
     return made
 
 
 WITH_IMAGES = {
-    "gemma3-images": seeing(Gemma3Config, "gemma3_text", "siglip_vision_model", head_dim=32, sliding_window=96),
-    "gemma4-images": seeing(Gemma4Config, "gemma4_text", "gemma4_vision", **GEMMA_4, pad_token_id=0),
+    "gemma3-images": seeing(
+        transformers.Gemma3Config, "gemma3_text", "siglip_vision_model", head_dim=32, sliding_window=96
+    ),
+    "gemma4-images": seeing(transformers.Gemma4Config, "gemma4_text", "gemma4_vision", **GEMMA_4, pad_token_id=0),
     "qwen3.5-images": seeing(
-        Qwen3_5Config,
+        transformers.Qwen3_5Config,
         "qwen3_5_text",
         "qwen3_5_vision",
         layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -524,15 +475,15 @@ WITH_IMAGES = {
         **DELTA_HEADS,
     ),
     "qwen3.5-moe-images": seeing(
-        Qwen3_5MoeConfig,
+        transformers.Qwen3_5MoeConfig,
         "qwen3_5_moe_text",
         "qwen3_5_moe_vision",
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         head_dim=32,
         **DELTA_EXPERTS,
     ),
-    "llama4-images": seeing(Llama4Config, "llama4_text", "llama4_vision_model", **CHUNKED),
-    "mistral3-images": seeing(Mistral3Config, "mistral", "pixtral", sliding_window=None),
+    "llama4-images": seeing(transformers.Llama4Config, "llama4_text", "llama4_vision_model", **CHUNKED),
+    "mistral3-images": seeing(transformers.Mistral3Config, "mistral", "pixtral", sliding_window=None),
 }
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
@@ -623,12 +574,14 @@ def _write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def load_oracle(path: Path) -> PreTrainedModel:
+def load_oracle(path: Path) -> transformers.PreTrainedModel:
     """Load a model with transformers, in float32."""
     if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
     has_images = "vision_config" in json.loads((path / "config.json").read_text())
-    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    kind = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
     return kind.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -638,7 +591,9 @@ SAME_LOGIT = (
 
 
 @torch.inference_mode()
-def first_disagreement(oracle: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> int | None:
+def first_disagreement(
+    oracle: transformers.PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
+) -> int | None:
     """Return where `answer` first differs from the oracle's greedy continuation of `prompt`, or None.
 
     One pass over prompt and answer: as long as the answer agrees, each position's likeliest token is what greedy
@@ -658,7 +613,7 @@ def prompt(length: int, seed: object = 0) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(length)]
 
 
-def assert_right(oracle: PreTrainedModel, asked: Sequence[int], tokens: Sequence[int], count: int) -> None:
+def assert_right(oracle: transformers.PreTrainedModel, asked: Sequence[int], tokens: Sequence[int], count: int) -> None:
     """Assert that a greedy answer has so many tokens, and is the oracle's."""
     assert len(tokens) == count
     assert first_disagreement(oracle, asked, tokens) is None
