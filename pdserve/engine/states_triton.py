@@ -20,14 +20,12 @@ def states_spec(config: ModelConfig, span: int, most: tuple[int, int], num_slabs
     """
     part = Rank(0, config.num_state_parts)
     found = [each.of_rank(part) for each in config.design.recurrent if each is not None]
-    alike = {(each.state_parts, each.changes, each.products, each.keys) for each in found}
+    alike = {each.sizes for each in found}
     if len(alike) > 1:
         raise ValueError(f"layers keep states of {len(alike)} shapes, and the kernels serve one")
-    ((parts, changes, products, keys),) = alike
-    products = products if keys <= MAX_BLOCKED_KEY_DIM else 0
-    return StatesSpec(
-        len(found), parts[0], sum(parts[1:]), changes, span, *most, products=products, num_slabs=num_slabs
-    )
+    (of,) = alike
+    products = of.products if of.keys <= MAX_BLOCKED_KEY_DIM else 0
+    return StatesSpec(len(found), of.inputs, of.memory, of.changes, span, *most, products=products, num_slabs=num_slabs)
 
 
 class TritonStates:

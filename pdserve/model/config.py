@@ -227,7 +227,7 @@ class ModelConfig:
     def state_sizes(self) -> tuple[int, ...]:
         """Return of each layer how many float32 values a part of a state has; 0: the layer keeps none."""
         part = Rank(0, self.num_state_parts)
-        return tuple([0 if each is None else sum(each.of_rank(part).state_parts) for each in self.design.recurrent])
+        return tuple([0 if each is None else each.of_rank(part).sizes.state for each in self.design.recurrent])
 
     @property
     def kv_parts(self) -> int:

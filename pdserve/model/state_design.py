@@ -1,8 +1,5 @@
 """What layers consist of that keep a state of a sequence, whose size does not depend on its length. Free of torch.
 
-`state_parts` counts float32 values: of the last inputs of a convolution, and of a memory where there is one. `changes`
-counts those by which a token changes the memory: keys, and of each head what it learns and how much is left.
-`products` counts those of a token with each other one that is computed at once, and `keys` the features of each factor.
 `token_values` counts what a token needs while its layer is computed: values of the model's type, and of float32.
 
 `of_rank` is what one of several ranks computes, and `runs` are the convolved features of that: of whole heads, and of
@@ -17,6 +14,21 @@ from typing import Self
 from pdserve.model.weights import ROWS, Rank, Shard
 
 MOST_KEYS = 2048  # features of a head's keys: compiled kernels keep some of their memory on a thread's stack
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """How many float32 values a state has, and what changes it."""
+
+    inputs: int  # the last ones of a convolution
+    memory: int = 0
+    changes: int = 0  # by which a token changes the memory: keys, and of each head what it learns and how much is left
+    products: int = 0  # of a token with each other one that is computed at once
+    keys: int = 0  # features of each factor of these
+
+    @property
+    def state(self) -> int:
+        return self.inputs + self.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +57,8 @@ class ShortConv:
         return (_span(rank, "channels", self.channels, self.group),)
 
     @property
-    def state_parts(self) -> tuple[int, ...]:
-        return (self.channels * (self.kernel - 1),)
-
-    @property
-    def changes(self) -> int:
-        return 0
-
-    @property
-    def products(self) -> int:
-        return 0
-
-    @property
-    def keys(self) -> int:
-        return 0
+    def sizes(self) -> StateSizes:
+        return StateSizes(self.channels * (self.kernel - 1))
 
     @property
     def token_values(self) -> tuple[int, int]:
@@ -109,20 +109,14 @@ class GatedDelta:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def state_parts(self) -> tuple[int, ...]:
-        return self.channels * (self.kernel - 1), self.value_heads * self.key_dim * self.value_dim
-
-    @property
-    def changes(self) -> int:
-        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
-
-    @property
-    def products(self) -> int:
-        return 2 * self.value_heads
-
-    @property
-    def keys(self) -> int:
-        return self.key_dim
+    def sizes(self) -> StateSizes:
+        return StateSizes(
+            inputs=self.channels * (self.kernel - 1),
+            memory=self.value_heads * self.key_dim * self.value_dim,
+            changes=self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1),
+            products=2 * self.value_heads,
+            keys=self.key_dim,
+        )
 
     @property
     def token_values(self) -> tuple[int, int]:
@@ -182,20 +176,14 @@ class StateSpace:
         return self.inner_size + 2 * self.groups * self.state_dim
 
     @property
-    def state_parts(self) -> tuple[int, ...]:
-        return self.channels * (self.kernel - 1), self.inner_size * self.state_dim
-
-    @property
-    def changes(self) -> int:
-        return self.groups * self.state_dim + self.heads * (self.head_dim + 1)
-
-    @property
-    def products(self) -> int:
-        return self.heads
-
-    @property
-    def keys(self) -> int:
-        return self.state_dim
+    def sizes(self) -> StateSizes:
+        return StateSizes(
+            inputs=self.channels * (self.kernel - 1),
+            memory=self.inner_size * self.state_dim,
+            changes=self.groups * self.state_dim + self.heads * (self.head_dim + 1),
+            products=self.heads,
+            keys=self.state_dim,
+        )
 
     @property
     def token_values(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from pdserve.model.design import (
     Sequential,
 )
 from pdserve.model.rope_config import NO_ROPE, Growth, LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
-from pdserve.model.state_design import ShortConv, StateSpace
+from pdserve.model.state_design import ShortConv, StateSizes, StateSpace
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -760,7 +760,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         LLAMA | {"architectures": ["Lfm2ForCausalLM"], "rms_norm_eps": None, "layer_types": ["conv", "full_attention"]}
     ).design.layers
     assert conv.attention == ShortConv(channels=64, kernel=3)
-    assert (conv.attention.state_parts, full.mlp) == ((128,), GatedMlp(256, names=("w1", "w3", "w2")))
+    assert (conv.attention.sizes, full.mlp) == (StateSizes(128), GatedMlp(256, names=("w1", "w3", "w2")))
     config = read(architectures=["Qwen3NextForCausalLM"], num_hidden_layers=48, num_experts=512)
     state = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
     assert config.state_sizes == (state, state, state, 0) * 12

@@ -211,11 +211,11 @@ def test_a_gpu_has_room_for_what_the_largest_step_keeps_beside_states(tmp_path: 
     assert isinstance(states, TritonStates)
     kept = [tensor for tensor in vars(states._paged).values() if isinstance(tensor, Tensor)]
     beside = sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() != runner.kv.data_ptr())
-    assert beside >= 4 * 100 * (num_layers * each.changes + BLOCK * each.products)
+    assert beside >= 4 * 100 * (num_layers * each.sizes.changes + BLOCK * each.sizes.products)
     assert states_spec(model.config, runner.groups[0].page_size, (100, 4)).kept_bytes == beside
     larger = replace(limits, max_num_batched_tokens=101)
     more = step_bytes(model, larger) - step_bytes(model, limits)
-    assert more >= model.activation_bytes() + 4 * num_layers * each.changes
+    assert more >= model.activation_bytes() + 4 * num_layers * each.sizes.changes
 
 
 def test_keys_of_too_many_features_are_never_computed_in_blocks(tmp_path: Path) -> None:
