@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mover_settings import HANDOFF, NUM_PAGES, Setting, pages
+from mover_settings import HANDOFF, NUM_PAGES, Setting, Target, Writer, pages
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +47,19 @@ def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
     assert np.array_equal(heir.view, writer.view)
 
 
-@TCP
-def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_to_be_dead(tcp: Setting) -> None:
-    writer, target = tcp.attached()
+def frozen(setting: Setting) -> tuple[Writer, Target]:
+    """Return a writer, and a process that is frozen while it is written to."""
+    writer, target = setting.attached()
     everything = pages(*range(NUM_PAGES))
     assert writer.write(target, pages(0), pages(0)).digests is not None
     target.signal(signal.SIGSTOP)
     writer.mover.write(target.peer, HANDOFF, everything, everything)
+    return writer, target
+
+
+@TCP
+def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_to_be_dead(tcp: Setting) -> None:
+    writer, target = frozen(tcp)
     with pytest.raises(queue.Empty):
         writer.next_stopped(timeout_s=1.5)
     target.kill()
@@ -64,11 +70,7 @@ def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_t
 
 @TCP
 def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
-    writer, target = tcp.attached()
-    everything = pages(*range(NUM_PAGES))
-    assert writer.write(target, pages(0), pages(0)).digests is not None
-    target.signal(signal.SIGSTOP)
-    writer.mover.write(target.peer, HANDOFF, everything, everything)
+    writer, target = frozen(tcp)
     target.signal(signal.SIGCONT)
     assert writer.next_stopped().digests is not None
     assert np.array_equal(target.view, writer.view)

@@ -57,6 +57,13 @@ class Worker(LoneCore):
     def quiesce(self) -> None:
         self.say(Quiesced("failed"))
 
+    def place_failing(self, num_landed: int) -> None:
+        """Place the next attempt, whose hand-off fails when so many more pages have landed whole."""
+        self.place_next()
+        self.land(num_landed)
+        self.checked()
+        self.quiesce()
+
     def lose(self) -> None:
         self.handle(doors.SenderLost(P, "cut"))
 
@@ -147,10 +154,7 @@ def test_each_attempt_adds_to_what_those_before_it_have_left() -> None:
 
 def test_a_page_that_was_kept_is_given_out_last() -> None:
     worker = Worker()
-    worker.place_next()
-    worker.land(4)
-    worker.checked()
-    worker.quiesce()
+    worker.place_failing(4)
     taken = worker.cache.take(NUM_PAGES - 1)
     assert taken is not None
     assert worker.cache.num_cached == 1, "of the pages that were kept, the first is the last to be overwritten"
@@ -158,10 +162,7 @@ def test_a_page_that_was_kept_is_given_out_last() -> None:
 
 def test_a_job_with_more_tokens_than_its_answer_may_have_is_refused() -> None:
     worker = Worker()
-    worker.place_next()
-    worker.land(4)
-    worker.checked()
-    worker.quiesce()
+    worker.place_failing(4)
     free = worker.cache.pool.num_free
     (failed,) = worker.place(worker.next_job(2), source=P)
     assert isinstance(failed, Failed)
@@ -182,10 +183,7 @@ def test_a_sender_whose_stream_is_lost_is_sent_its_grant_when_it_attaches_again(
 def reusing(num_landed: int) -> Worker:
     """Return a worker that has given up a hand-off after two pages of an earlier one, when more of its own landed."""
     worker = Worker()
-    worker.place_next()
-    worker.land(2)
-    worker.checked()
-    worker.quiesce()
+    worker.place_failing(2)
     assert worker.place_next().first_page == 2
     worker.land(num_landed)
     worker.checked()

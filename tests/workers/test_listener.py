@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -53,13 +54,20 @@ def mover() -> Iterator[Mover]:
     mover.close()
 
 
-async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
-    unread: socket.socket, mover: Mover
-) -> None:
+@asynccontextmanager
+async def guarding(mover: Mover) -> AsyncIterator[tuple[Inbox, Listener]]:
+    """Yield a worker's inbox, and who listens; return when nothing is waited for any more."""
     inbox = Inbox()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         listener = Listener(inbox, tasks)
         listener.guard(mover)
+        yield inbox, listener
+
+
+async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
+    unread: socket.socket, mover: Mover
+) -> None:
+    async with guarding(mover) as (inbox, listener):
         await listener.offer(asked(GONE))
         await listener.offer(asked(CANCEL))
         await inbox.wait()
@@ -85,11 +93,8 @@ def staged(view: ByteRows) -> Iterator[Mover]:
 async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach_a_page(
     staged: Mover, view: ByteRows
 ) -> None:
-    inbox = Inbox()
     with half_slice(staged.describe(), END.peer) as ended:
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            listener = Listener(inbox, tasks)
-            listener.guard(staged)
+        async with guarding(staged) as (inbox, listener):
             await listener.offer(asked(GONE))
             await inbox.wait()
         assert inbox.drain() == [END]
@@ -98,11 +103,8 @@ async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach
 
 
 async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: Mover, view: ByteRows) -> None:
-    inbox = Inbox()
     with half_slice(staged.describe(), END.peer) as ended:
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            listener = Listener(inbox, tasks)
-            listener.guard(staged)
+        async with guarding(staged) as (inbox, listener):
             listener.put(END)
             listener.put(SenderAlive(END.peer))
             assert inbox.drain() == [SenderAlive(END.peer)]
@@ -113,10 +115,7 @@ async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: 
 
 
 async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, mover: Mover) -> None:
-    inbox = Inbox()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        listener = Listener(inbox, tasks)
-        listener.guard(mover)
+    async with guarding(mover) as (inbox, listener):
         await listener.offer(asked(GONE))
         listener.close()
     assert inbox.drain() == []
@@ -125,10 +124,7 @@ async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, move
 async def test_a_worker_that_leaves_waits_for_no_end_that_a_stream_reports_later(
     unread: socket.socket, mover: Mover
 ) -> None:
-    inbox = Inbox()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        listener = Listener(inbox, tasks)
-        listener.guard(mover)
+    async with guarding(mover) as (inbox, listener):
         listener.close()
         listener.put(END)
     assert inbox.drain() == []

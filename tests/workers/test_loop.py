@@ -1,110 +1,26 @@
 """The loop that every worker runs, around a core that notes what it is told, and an engine that can be held up."""
 
 import asyncio
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
+from held_loop import LOAD, Carried, HeldUp, Notes
 from lone_core import LoneCore, job
 
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.errors import PeerFault
 from pdserve.base.ids import Attempt, RequestId
-from pdserve.base.roles import Role
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.load import Claim
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Load, Placed, RouterRef, Ticked
 from pdserve.worker.server import rules_of
-
-EMPTY = StepResult((), 0.0)
-LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
-
-
-class Notes:
-    """A core with one step to plan; it drains when told to."""
-
-    due_s = inf
-    may_plan_ahead = True
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-        self.drained = False
-        self.idle = True
-        self.has_planned = False
-
-    def load(self) -> Load:
-        return LOAD
-
-    def claims(self) -> tuple[Claim, ...]:
-        return ()
-
-    def handle(self, event: str | Ticked, now_s: float) -> list[str]:
-        if isinstance(event, Ticked):
-            return []
-        self.heard.append(event)
-        return [f"answer to {event}"]
-
-    def plan(self, now_s: float) -> StepPlan | None:
-        if self.has_planned:
-            return None
-        self.has_planned = True
-        return StepPlan(())
-
-    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[str]:
-        self.heard.append("commit")
-        return []
-
-
-class HeldUp:
-    """An engine whose step lasts until it is let go."""
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1)
-        self.started = threading.Event()
-        self.go_on = threading.Event()
-
-    def start(self, plan: StepPlan) -> Future[StepResult]:
-        return self.thread.submit(self.run, plan)
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.started.set()
-        self.go_on.wait()
-        return EMPTY
-
-
-class Carried:
-    """Commands in the order they were carried out, and a signal for each."""
-
-    due_s = inf  # nothing is held back
-
-    def __init__(self) -> None:
-        self.commands: asyncio.Queue[str] = asyncio.Queue()
-
-    def perform(self, commands: Sequence[str], step: tuple[StepPlan, StepResult] | None) -> None:
-        for command in commands:
-            self.commands.put_nowait(command)
-
-    def expect(self, placed: Placed) -> None:
-        pass
-
-    def beat(self, load: Load, num_steps: int) -> None:
-        pass
-
-    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
-        pass
-
-    def refuse(self, refusal: PeerFault) -> None:
-        pass
 
 
 async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over() -> None:
