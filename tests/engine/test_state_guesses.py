@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from equal_states import ALONE
 from guessing_bench import REPEATED, Bench, Name, add_requests, assert_same_scores, ids
 from model_zoo import STATES, write_model
 
@@ -20,25 +21,11 @@ from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.protocol.sampling import SamplingParams
 
-SMALL: dict[str, dict[str, object]] = {  # whose pages have few tokens
-    "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2},
-    "qwen3.5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
-    "qwen3.5-moe": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
-    "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
-    "granite-hybrid": {"mamba_d_state": 8},
-    "granite-hybrid-dense": {"mamba_d_state": 8},
-    "bamba": {"mamba_d_state": 8},
-    "lfm2": {},
-    "lfm2-moe": {},
-    "nemotron-h": {"ssm_state_size": 8},
-    "nemotron-h-moe": {"ssm_state_size": 8},
-    "nemotron-h-latent": {"ssm_state_size": 8},
-}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 def small(folder: Path, family: str) -> Model:
-    checkpoint = open_directory(write_model(family, folder, **SMALL[family]))
+    checkpoint = open_directory(write_model(family, folder, **ALONE[family]))
     return load_model(checkpoint.config, checkpoint.weights(), torch.float32)
 
 

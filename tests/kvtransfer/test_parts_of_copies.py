@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from connections import unread
 from looking import until
 from ranked_movers import ranked_mover, remote_mover
 from scripted_backend import (
@@ -228,17 +229,8 @@ async def test_an_ended_process_is_settled_once_each_rank_has_cut_it_off(ranks: 
 
 def test_a_rank_waits_until_it_has_read_what_an_ended_process_has_sent() -> None:
     backend = scripted_backend(SHARES[1])
-    with (
-        remote_mover(backend, 1, print) as rank,
-        closing(rank),
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as sender,
-        server.accept()[0] as reader,
-    ):
+    with remote_mover(backend, 1, print) as rank, closing(rank), unread() as reader:
         assert rank.description
-        reader.setblocking(True)
-        sender.sendall(b"late")
-        reader.recv(1, socket.MSG_PEEK)  # it has arrived
         settling = rank.settle(FIRST)
         assert until(lambda: backend.cuts == [FIRST])
         with pytest.raises(TimeoutError):

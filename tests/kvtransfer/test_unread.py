@@ -3,20 +3,15 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from connections import connection, unread
 
 from pdserve.kvtransfer.speed import until_read
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection: who sends, and who reads."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as sender,
-        server.accept()[0] as reader,
-    ):
-        reader.setblocking(True)
-        yield sender, reader
+    with connection() as both:
+        yield both
 
 
 async def test_with_nothing_unread_nothing_is_waited_for(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -41,15 +36,13 @@ async def test_what_a_sender_left_behind_is_waited_for_until_it_is_read(
         await waiting
 
 
-async def test_a_socket_that_is_closed_unread_is_not_waited_for(ends: tuple[socket.socket, socket.socket]) -> None:
-    sender, reader = ends
-    sender.sendall(b"late")
-    reader.recv(1, socket.MSG_PEEK)
-    waiting = asyncio.create_task(until_read())
-    await asyncio.sleep(0)
-    reader.close()
-    async with asyncio.timeout(5):
-        await waiting
+async def test_a_socket_that_is_closed_unread_is_not_waited_for() -> None:
+    with unread() as reader:
+        waiting = asyncio.create_task(until_read())
+        await asyncio.sleep(0)
+        reader.close()
+        async with asyncio.timeout(5):
+            await waiting
 
 
 async def test_what_comes_later_is_not_waited_for(ends: tuple[socket.socket, socket.socket]) -> None:

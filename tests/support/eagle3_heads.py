@@ -186,3 +186,9 @@ def _rotated(x: Tensor) -> Tensor:
     angles = torch.arange(len(x))[:, None] * THETA ** -(torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat((x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), -1)
+
+
+def random_head_beside(model: Path) -> dict[str, object]:
+    """Write a head of random weights that reads three layers' inputs; return what guesses with it."""
+    config = head_config(json.loads((model / "config.json").read_text()), 200, (0, 1, 2))
+    return {"method": "eagle3", "model": str(write_head(model / "head", config, random_head(config)))}

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rank_pages import ranks
+
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.sequence import Broken, Job, Sampled
 from pdserve.engine.sequence import Sequence as Running
@@ -29,11 +31,20 @@ def worker_config(folder: Path, **settings: object) -> WorkerConfig:
 
 @contextmanager
 def engine_of(config: WorkerConfig) -> Iterator[Engine]:
-    engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    """Yield a worker's engine; no process of it is left behind."""
     try:
-        yield engine
+        engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+        try:
+            yield engine
+        finally:
+            engine.executor.close()
     finally:
-        engine.executor.close()
+        assert not ranks()
+
+
+def tokens_of(result: StepResult) -> list[list[int]]:
+    """Return the first token of each sample of each chunk."""
+    return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
 
 
 @dataclass(frozen=True, slots=True)

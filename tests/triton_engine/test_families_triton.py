@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import spec
-from model_zoo import MORE_FAMILIES, prompt, write_model
+from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
@@ -74,36 +74,16 @@ def in_two_groups(step: StepPlan) -> StepPlan:
 
 
 # With layers of each kind, whose windows the steps pass; the others have one layer.
-OF_KINDS = (
-    "cohere2",
-    "exaone4",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gemma4-moe",
-    "gpt-oss",
-    "ministral",
-    "olmo3",
+WITH_WINDOWS = (
+    *("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gpt-oss", "ministral", "olmo3"),
     "qwen2-windows",
 )
+AS_IN_THE_ZOO = tuple(each for each in (*STATES, "granite-4-attention") if each not in ("bamba", "falcon-h1"))
 SHAPES: dict[str, dict[str, int]] = {
-    "deepseek-v3": {"num_hidden_layers": 2},
-    "glm4-moe": {"num_hidden_layers": 2},
-    "ernie-moe": {"num_hidden_layers": 2},
-    "granite-hybrid": {},
-    "granite-hybrid-dense": {},
-    "granite-4-attention": {},
-    "bamba": {"num_hidden_layers": 2},
-    "lfm2": {},
-    "lfm2-moe": {},
-    "nemotron-h": {},
-    "nemotron-h-moe": {},
-    "nemotron-h-latent": {},
+    **{each: {} for each in AS_IN_THE_ZOO},
+    **{each: {"num_hidden_layers": 2} for each in ("bamba", "deepseek-v3", "ernie-moe", "glm4-moe", "smollm3")},
     "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2},
-    "qwen3.5": {},
-    "qwen3.5-moe": {},
-    "smollm3": {"num_hidden_layers": 2},
-    **{family: {"sliding_window": 8} for family in OF_KINDS},
+    **{each: {"sliding_window": 8} for each in WITH_WINDOWS},
 }
 
 # Those whose kernels get something that no other test gives them.

@@ -1,13 +1,12 @@
 """Ranks with a device each verify guesses, and compute heads together: tokens are those of one CPU without guesses."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle3_heads import head_config, random_head, write_head
+from eagle3_heads import random_head_beside
 from engine_runs import engine_of, worker_config
 from greedy_runs import spec
 from guesses_of_ranks import ALONE, DEVICES, OWN, SHORT, SMALL, assert_guesses_change_no_token
@@ -24,13 +23,6 @@ from pdserve.kvtransfer.routes import Share
 Guessed = dict[str, object]
 MTP: Guessed = {"method": "mtp"}
 WINDOWS = {"sliding_window": 24}
-
-
-def with_head(model: Path) -> Guessed:
-    """Write a head of random weights, which reads three layers' inputs; return what guesses with it."""
-    config = json.loads((model / "config.json").read_text())
-    own = head_config(config, 200, (0, 1, 2))
-    return {"method": "eagle3", "model": str(write_head(model / "head", own, random_head(own)))}
 
 
 def with_itself(model: Path) -> Guessed:
@@ -83,7 +75,7 @@ def test_a_head_that_ranks_with_devices_divide_guesses_what_it_guesses_on_one_cp
     family: str, shape: dict[str, int], settings: dict[str, object], tmp_path: Path
 ) -> None:
     model = write_model(family, tmp_path, **shape)
-    assert_same_guesses(model, with_head(model), settings)
+    assert_same_guesses(model, random_head_beside(model), settings)
 
 
 @pytest.mark.long
@@ -125,7 +117,7 @@ def kept_rows(page: np.ndarray, page_size: int = 16) -> np.ndarray:
 @pytest.mark.long
 def test_each_rank_has_kv_of_its_own_heads_of_a_head_also_behind_a_wrong_guess(tmp_path: Path) -> None:
     model, whole = write_model("llama3", tmp_path), Share((0, 4), (0, 2))
-    guessed, right = {**with_head(model), "num_speculative_tokens": 2}, list[int]()
+    guessed, right = {**random_head_beside(model), "num_speculative_tokens": 2}, list[int]()
     found, pages = [], []
     for settings in (OWN, DEVICES):
         config = worker_config(model, speculative_config=guessed, max_num_seqs=1, **settings)
@@ -163,7 +155,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone_where_other_ranks_wait_to_
     model = write_model("llama3", tmp_path)
     good = Chunk((1, 2, 3), 0, (PAGE,), (spec(),))
     wrong = Chunk((7, 8), 0, (PageId(1),), (replace(spec(), matcher=Broken()),))
-    with engine_of(worker_config(model, speculative_config=with_head(model), **SMALL, **DEVICES)) as engine:
+    with engine_of(worker_config(model, speculative_config=random_head_beside(model), **SMALL, **DEVICES)) as engine:
         steps = [engine.executor.start(StepPlan(chunks)) for chunks in ((good,), (good, wrong), (good,))]
         before, failed, after = (step.result(60) for step in steps)
     assert list(failed.failed) == [1]
@@ -175,7 +167,7 @@ def test_a_pass_of_a_head_that_fails_behind_the_last_sum_is_counted_and_ends_no_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_model("llama3", tmp_path)
-    with engine_of(worker_config(model, speculative_config=with_head(model), **SMALL, **DEVICES)) as engine:
+    with engine_of(worker_config(model, speculative_config=random_head_beside(model), **SMALL, **DEVICES)) as engine:
 
         def failing(*_: object) -> None:
             raise MemoryError("once")
@@ -188,7 +180,7 @@ def test_a_pass_of_a_head_that_fails_behind_the_last_sum_is_counted_and_ends_no_
 
 def test_heads_beside_quantized_models_of_ranks_with_devices_are_refused_by_name(tmp_path: Path) -> None:
     model = write_model("llama3", tmp_path)
-    config = worker_config(model, speculative_config=with_head(model), quantization="int8", **DEVICES)
+    config = worker_config(model, speculative_config=random_head_beside(model), quantization="int8", **DEVICES)
     problem = "method: eagle3 is not served beside several ranks with dtype float32 and quantization int8 yet"
     with pytest.raises(ConfigError, match=problem), engine_of(config):
         pass

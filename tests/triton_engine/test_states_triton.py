@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_states import ALONE
 from greedy_runs import greedy_texts, spec
 from guessing_bench import Bench, ids
 from kernel_bench import GREEDY, KernelBench, answered, assert_same
@@ -37,25 +38,9 @@ from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.loading import load_model
 from pdserve.model.ops_cuda import CudaOps
 
-DELTA_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-# Whose pages have 16 or 32 tokens: interpreted kernels are slow.
-SHAPES = {
-    "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2, **DELTA_HEADS},
-    "qwen3.5": DELTA_HEADS,
-    "qwen3.5-moe": DELTA_HEADS,
-    "falcon-h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 2},
-    "granite-hybrid": {"mamba_d_state": 4},
-    "granite-hybrid-dense": {"mamba_d_state": 8},
-    "bamba": {"mamba_d_state": 8},
-    "lfm2": {},
-    "lfm2-moe": {},
-    "nemotron-h": {"ssm_state_size": 8},
-    "nemotron-h-moe": {"ssm_state_size": 8},
-    "nemotron-h-latent": {"ssm_state_size": 8},
-}
 CONVOLVED = ("lfm2", "lfm2-moe")
 WITH_HEADS = tuple(each for each in STATES if each not in CONVOLVED)
-ALWAYS = (("lfm2", MIN_BLOCKED),)  # test_state_blocks has the others
+IN_EACH_RUN = (("lfm2", MIN_BLOCKED),)  # test_state_blocks has the others
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
@@ -72,7 +57,7 @@ of_families = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("family", "min_blocked"),
     [
-        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long)
+        pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.long)
         for case in [*itertools.product(WITH_HEADS, (8, MIN_BLOCKED)), *((each, MIN_BLOCKED) for each in CONVOLVED)]
     ],
 )
@@ -84,7 +69,7 @@ def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(
     Chunks of 8 tokens and more are computed in blocks, or all of them token by token.
     """
     monkeypatch.setattr(states_triton, "StatesSpec", partial(StatesSpec, min_blocked=min_blocked))
-    folder = write_model(family, tmp_path, **SHAPES[family])
+    folder = write_model(family, tmp_path, **ALONE[family])
     model, oracle = loaded(folder), load_oracle(folder)
     paging = paging_of(layer_groups(model.config, 16, powers_of_two=True))
     span = paging.span
@@ -108,7 +93,7 @@ def test_long_prompts_are_computed_in_full_blocks_and_give_the_tokens_of_transfo
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is cut within a block, and goes on from there."""
-    folder = write_model(family, tmp_path, **SHAPES[family])
+    folder = write_model(family, tmp_path, **ALONE[family])
     limits = replace(LIMITS, max_num_batched_tokens=400)
     prompts = [prompt(150), prompt(70, 3), prompt(9)]
     grids = Grids.of(monkeypatch, state_blocks, "within_blocks")
@@ -124,7 +109,7 @@ def test_long_prompts_are_computed_in_full_blocks_and_give_the_tokens_of_transfo
 def test_a_launch_that_fails_behind_its_layers_advances_no_state(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_model(family, tmp_path, **SHAPES[family])
+    folder = write_model(family, tmp_path, **ALONE[family])
     runner = CudaRunner(loaded(folder), 10, 16, LIMITS)
     expected = greedy_texts(runner, [prompt(9), prompt(5)], 2)
     sample, count = KernelSampler.sample, itertools.count()
@@ -170,7 +155,7 @@ def test_a_state_that_is_not_kept_on_a_gpu_is_noticed(tmp_path: Path, monkeypatc
     "family", [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.long) for each in STATES]
 )
 def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> None:
-    model, params = loaded(write_model(family, tmp_path, **SHAPES[family])), replace(GREEDY, max_tokens=16)
+    model, params = loaded(write_model(family, tmp_path, **ALONE[family])), replace(GREEDY, max_tokens=16)
     plain = answered(Bench(model, 60), params)
     bench = answered(KernelBench(model, 60, "mostly_right", ids(plain.answers)), params)
     assert_same(bench, plain, close=4e-5)  # a CPU with AMX sums in another order
@@ -182,7 +167,7 @@ def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> No
 @torch.inference_mode()
 def test_in_bfloat16_logits_over_kernels_are_as_near_as_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Of a prompt, and of a token behind the state that it leaves, which is float32."""
-    folder = write_model(family, tmp_path, **SHAPES[family])
+    folder = write_model(family, tmp_path, **ALONE[family])
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     weights = Tensors(open_directory(folder).weights(), torch.bfloat16, torch.device("cpu"))
     model, oracle, text = Decoder.build(config, weights, CudaOps()), load_oracle(folder), prompt(21)

@@ -1,12 +1,11 @@
 """A head on the first of several ranks changes no token, and guesses what it guesses beside one rank."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from eagle3_heads import head_config, random_head, write_head
+from eagle3_heads import random_head_beside
 from engine_answers import GREEDY, Guessed, all_guessed, guessed
 from model_zoo import prompt, write_model
 from mtp_modules import write_model_with_a_module_that_is_often_right, write_model_with_module
@@ -28,10 +27,7 @@ MODULES: dict[str, dict[str, int]] = {  # and shapes of which two ranks have who
 
 
 def with_head(model: Path) -> dict[str, object]:
-    """Write a head of random weights, which reads all layers; return settings with it."""
-    config = head_config(json.loads((model / "config.json").read_text()), 200, (0, 1, 2))
-    head = write_head(model / "head", config, random_head(config))
-    return {"speculative_config": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}}
+    return {"speculative_config": {**random_head_beside(model), "num_speculative_tokens": 4}}
 
 
 def guesses_of(

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import connections
 import numpy as np
 import pytest
 from half_slice import MEETING, half_slice
@@ -36,14 +37,7 @@ def asked(message: link.AttachResponse) -> Event:
 
 @pytest.fixture
 def unread() -> Iterator[socket.socket]:
-    """The end of a connection at which four bytes wait."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as sender,
-        server.accept()[0] as reader,
-    ):
-        sender.sendall(b"late")
-        reader.recv(1, socket.MSG_PEEK)  # they have arrived
+    with connections.unread() as reader:
         yield reader
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from engine_runs import engine_of, tokens_of
 from greedy_runs import spec
 from looking import until
 from model_zoo import write_model
@@ -40,6 +41,7 @@ BY = (TENSOR, pytest.param(PIPELINE, marks=pytest.mark.long))
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WHOLE = Share((0, 2), (0, 4))
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
+WRONG = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))  # cannot be sampled
 POOLINGS = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
 SCORED = StepPlan((Chunk((1, 2, 3), 0, (PageId(5),), (), targets=Targets((2, 3), 2)),))
 VECTORS = StepPlan(tuple([Chunk((1, 2, 3), 0, (PageId(i),), (), pooling=of) for i, of in enumerate(POOLINGS)]))
@@ -55,15 +57,8 @@ def config_of(folder: Path, size: int = 2, by: str = TENSOR, **settings: object)
 
 @contextmanager
 def executor_of(config: WorkerConfig) -> Iterator[Executor]:
-    executor = build_engine(config, open_model(config), b"secret", lambda _: None).executor
-    try:
-        yield executor
-    finally:
-        executor.close()
-
-
-def tokens_of(result: StepResult) -> list[list[int]]:
-    return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
+    with engine_of(config) as engine:
+        yield engine.executor
 
 
 def with_guesses(executor: Executor) -> list[int]:
@@ -119,7 +114,6 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by
     assert abs(np.frombuffer(scored[0].chosen, "<f4") - np.frombuffer(scored[1].chosen, "<f4")).max() < 1e-5
     assert [len(each) for each in vectors[0]] == [2, 32, 32]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(*vectors, strict=True))
-    assert not ranks()
 
 
 @pytest.mark.long
@@ -158,13 +152,11 @@ def test_a_step_that_fails_where_others_wait_is_a_broken_device(
         pytest.raises(DeviceError, match="ZeroDivisionError: 7; then: rank 1: it waits"),
     ):
         executor.start(PLAN).result(60)
-    assert not ranks()
 
 
 @pytest.mark.parametrize("by", BY)
 def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path, by: str) -> None:
-    wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
-    plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(wrong,))))
+    plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(WRONG,))))
     with executor_of(config_of(tmp_path, by=by)) as executor:
         result = executor.start(plan).result(60)
         alone = executor.start(StepPlan(plan.chunks[:1])).result(60)
@@ -182,7 +174,6 @@ def test_two_ranks_keep_the_states_of_one_also_behind_a_step_that_fails_and_behi
     if not has_library:
         lose_library(monkeypatch)
     model = write_model(family, tmp_path / "model")
-    wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
     found: list[tuple[list[int], list[int], Tensor]] = []
     for size in (1, 2):
         with executor_of(config_of(tmp_path, size, model=str(model), load_format="auto")) as executor:
@@ -193,7 +184,7 @@ def test_two_ranks_keep_the_states_of_one_also_behind_a_step_that_fails_and_behi
                 phase = Phase.DECODE if start else Phase.PROMPT
                 pages = {"pages": (PageId(6),), "other_pages": ((PageId(2),),)}
                 chunk = Chunk(tokens, start, samples=(spec(),), phase=phase, num_drafts=num_drafts, **pages)
-                other = Chunk((7, 8), 0, (PageId(1),), (wrong,), other_pages=((PageId(4),),))
+                other = Chunk((7, 8), 0, (PageId(1),), (WRONG,), other_pages=((PageId(4),),))
                 result = executor.start(StepPlan((chunk, other)[: 1 + fails])).result(60)
                 assert list(result.failed) == [1] * fails
                 return [token.token_id for token in result.tokens[0][0]]
@@ -238,9 +229,8 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path, settings: dic
     shape = {"intermediate_size": 32, "hidden_size": 64}
     config = config_of(tmp_path, **settings)
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | shape))
-    with pytest.raises(ConfigError, match=problem):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
-    assert not ranks()
+    with pytest.raises(ConfigError, match=problem), executor_of(config):
+        pass
 
 
 @pytest.mark.parametrize("device", ["cuda", "interpreter"])
@@ -257,9 +247,11 @@ def test_stages_of_several_ranks_each_are_refused(tmp_path: Path) -> None:
 def test_stages_on_a_machine_without_a_compiler_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_library(monkeypatch)
     config = config_of(tmp_path, by=PIPELINE)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size: 2: pipeline stages need the compiled C library"):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
-    assert not ranks()
+    with (
+        pytest.raises(ConfigError, match="pipeline_parallel_size: 2: pipeline stages need the compiled C library"),
+        executor_of(config),
+    ):
+        pass
 
 
 def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
@@ -301,7 +293,6 @@ def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path, by: str,
         rank.suspend()
         with pytest.raises(DeviceError, match=f"{problem}.*; then: rank 1: it waits"):
             executor.start(PLAN).result(60)
-    assert not ranks()
 
 
 @pytest.mark.long
@@ -376,14 +367,12 @@ def test_a_stage_that_has_begun_a_step_ahead_is_known_to_be_in_it(
 def test_a_step_that_fails_behind_another_one_is_a_broken_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
-    plans = [StepPlan((Chunk((1, 2, 3), 0, (PageId(page),), (wrong,)),)) for page in (3, 5)]
+    plans = [StepPlan((Chunk((1, 2, 3), 0, (PageId(page),), (WRONG,)),)) for page in (3, 5)]
     monkeypatch.setattr(loading, "Runner", Watching)
     with executor_of(config_of(tmp_path, by=PIPELINE)) as executor:
         first, _ = (executor.start(plan) for plan in plans)
         with pytest.raises(DeviceError, match="a step has failed that other pipeline stages have left behind"):
             first.result(60)
-    assert not ranks()
 
 
 def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,9 +386,8 @@ def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypa
 def test_a_rank_that_does_not_load_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "LOAD_S", 0.05)  # less than it takes to start Python
     config = config_of(tmp_path)
-    with pytest.raises(DeviceError, match="rank 1: it waits for another one, or is stopped"):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
-    assert not ranks()
+    with pytest.raises(DeviceError, match="rank 1: it waits for another one, or is stopped"), executor_of(config):
+        pass
 
 
 @pytest.mark.parametrize("first_has_library", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -413,7 +401,6 @@ def test_ranks_of_which_one_alone_has_the_compiled_library_do_not_load(
     problem = f"rank 1: RuntimeError: rank 0 has {'a' if first_has_library else 'no'} compiled library"
     with pytest.raises(DeviceError, match=problem), executor_of(config_of(tmp_path)):
         pass
-    assert not ranks()
 
 
 def test_what_only_another_rank_finds_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
