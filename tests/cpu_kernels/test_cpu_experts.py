@@ -26,7 +26,8 @@ from pdserve.kernels.routing import Routing
 from pdserve.model.routing import routed
 
 HIDDEN, INNER = 64, 96
-FORMS = ["bfloat16", "fp8", *product((4, 8, "fp4"), (8, 16), (torch.float32, torch.bfloat16))]
+Form = str | tuple[int | str, int, torch.dtype]  # codes: their bits, those of inputs, and the dtype of rows
+FORMS: list[Form] = ["bfloat16", "fp8", *product((4, 8, "fp4"), (8, 16), (torch.float32, torch.bfloat16))]
 RULES = [
     Routing(8),
     Routing(3, normalized=False, scale=2.5),
@@ -92,6 +93,13 @@ class Case:
         steps = x.unflatten(1, (-1, BLOCK)).abs().amax(-1) * HALF_A_CODE[self.input_bits]
         return 1.01 * steps @ matrix.unflatten(1, (-1, BLOCK)).abs().sum(-1).T + (x.abs() @ matrix.abs().T) * 1e-5
 
+    def mixed(self, calls: Immediate | Program, x: Tensor) -> Tensor:
+        return mix(calls, x, self.experts, None, None)
+
+    def assert_right(self, calls: Immediate, x: Tensor) -> None:
+        expected, off = self.expected(x)
+        assert ((self.mixed(calls, x).double() - expected).abs() <= off).all()
+
     def expected(self, x: Tensor, choice: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return a loop over rows in float64, and what results may be off by. choice: what x's router would choose."""
         shares, chosen = choices(x, self.experts.router) if choice is None else choice
@@ -117,7 +125,7 @@ def choices(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     return routed(added, router.ranks_bias, router.routing)
 
 
-def case_of(form: str | tuple[int | str, int, torch.dtype], count: int, rule: Routing) -> Case:
+def case_of(form: Form, count: int, rule: Routing) -> Case:
     if form == "fp8":
         made, pairs = [], []
         for expert in range(count):
@@ -156,55 +164,41 @@ def test_experts_in_bfloat16_are_the_formula(calls: Immediate, count: int, rule:
     num_groups, kept = rule.groups
     case = case_of("bfloat16", count, replace(rule, num_chosen=min(rule.num_chosen, count * kept // num_groups)))
     for num_rows in NUM_ROWS:
-        x = case.rows(num_rows)
-        expected, off = case.expected(x)
-        assert ((mix(calls, x, case.experts, None, None).double() - expected).abs() <= off).all()
+        case.assert_right(calls, case.rows(num_rows))
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_experts_in_codes_are_the_formula(calls: Immediate, form: tuple[int, int, torch.dtype]) -> None:
+def test_experts_in_codes_are_the_formula(calls: Immediate, form: Form) -> None:
     for count, rule in ((4, Routing(3)), (24, RULES[3])):
         case = case_of(form, count, rule)
         for num_rows in (1, 5, 40):
-            x = case.rows(num_rows)
-            expected, off = case.expected(x)
-            assert ((mix(calls, x, case.experts, None, None).double() - expected).abs() <= off).all()
+            case.assert_right(calls, case.rows(num_rows))
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "fp8", (4, 16, torch.float32), (8, 8, torch.bfloat16)])
-def test_vectors_of_any_width_compute_alike(narrow: ctypes.CDLL, form: str | tuple[int, int, torch.dtype]) -> None:
+def test_vectors_of_any_width_compute_alike(narrow: ctypes.CDLL, form: Form) -> None:
     case = case_of(form, 8, RULES[3])
     for num_rows in (1, 20):
-        x = case.rows(num_rows)
-        expected, off = case.expected(x)
-        assert ((mix(Immediate(narrow), x, case.experts, None, None).double() - expected).abs() <= off).all()
+        case.assert_right(Immediate(narrow), case.rows(num_rows))
 
 
 @pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32)])
-def test_many_rows_of_one_expert_are_computed_block_by_block(
-    calls: Immediate, form: str | tuple[int, int, torch.dtype]
-) -> None:
+def test_many_rows_of_one_expert_are_computed_block_by_block(calls: Immediate, form: Form) -> None:
     case = case_of(form, 4, Routing(2))
-    x = case.rows(700)
-    expected, off = case.expected(x)
-    assert ((mix(calls, x, case.experts, None, None).double() - expected).abs() <= off).all()
+    case.assert_right(calls, case.rows(700))
     assert case.experts.counts.sum() == 1400
     assert case.experts.counts.max() > 240
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "fp8", (8, 16, torch.float32), (4, 8, torch.bfloat16)])
-def test_a_rows_bits_depend_on_neither_company_nor_threads(
-    loaded: ctypes.CDLL, calls: Immediate, form: str | tuple[int, int, torch.dtype]
-) -> None:
+def test_a_rows_bits_depend_on_neither_company_nor_threads(loaded: ctypes.CDLL, calls: Immediate, form: Form) -> None:
     case, num_rows, before = case_of(form, 24, Routing(4)), 80, torch.get_num_threads()
     x = case.rows(num_rows)
-    together = mix(calls, x, case.experts, None, None)
+    together = case.mixed(calls, x)
     for first, count in ((0, 1), (7, 1), (3, 20), (40, 40)):
-        assert torch.equal(
-            mix(calls, x[first : first + count], case.experts, None, None), together[first : first + count]
-        )
+        assert torch.equal(case.mixed(calls, x[first : first + count]), together[first : first + count])
     program = Program(loaded)
-    out = mix(program, x, case.experts, None, None)
+    out = case.mixed(program, x)
     try:
         for threads, count in ((1, 5), (2, 1), (5, 80), (3, 17), (2, 64)):
             torch.set_num_threads(threads)
@@ -215,12 +209,10 @@ def test_a_rows_bits_depend_on_neither_company_nor_threads(
 
 
 @pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32)])
-def test_the_shared_expert_the_scale_and_the_residual_come_in_this_order(
-    calls: Immediate, form: str | tuple[int, int, torch.dtype]
-) -> None:
+def test_the_shared_expert_the_scale_and_the_residual_come_in_this_order(calls: Immediate, form: Form) -> None:
     case = case_of(form, 8, Routing(2))
     x, rtol = case.rows(20), 2.0**-7 if case.dtype == torch.bfloat16 else 1e-5
-    alone = mix(calls, x.float().to(x.dtype), case.experts, None, None).double()
+    alone = case.mixed(calls, x.float().to(x.dtype)).double()
     made, residual = (normal(seed, 20, HIDDEN).to(x.dtype) for seed in (30, 31))
     gate = normal(32, 1, HIDDEN).to(x.dtype)
     gates = torch.sigmoid(x.double() @ gate.double().T)
@@ -254,9 +246,7 @@ def test_biases_are_added_to_what_each_expert_multiplies(calls: Immediate) -> No
 
 @pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32), (4, 16, torch.bfloat16)])
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_experts_without_a_gate_are_the_formula(
-    calls: Immediate, form: str | tuple[int, int, torch.dtype], num_rows: int
-) -> None:
+def test_experts_without_a_gate_are_the_formula(calls: Immediate, form: Form, num_rows: int) -> None:
     pairs, matrices = [], []
     for expert in range(8):
         tiles, own = zip(*(matrix_of(form, 2 * expert + i) for i in range(2)), strict=True)
@@ -275,7 +265,7 @@ def test_experts_without_a_gate_are_the_formula(
     torch.testing.assert_close(mix(calls, x, experts, None, None).double(), expected, rtol=near, atol=atol)
 
 
-def matrix_of(form: str | tuple[int, int, torch.dtype], seed: int) -> tuple[Tiles, Tensor]:
+def matrix_of(form: Form, seed: int) -> tuple[Tiles, Tensor]:
     """Return ups of an expert where the seed is even, else downs: in tiles, and in float64."""
     width, inputs = (INNER, HIDDEN) if seed % 2 == 0 else (HIDDEN, INNER)
     if isinstance(form, str):
@@ -287,9 +277,7 @@ def matrix_of(form: str | tuple[int, int, torch.dtype], seed: int) -> tuple[Tile
 
 
 @pytest.mark.parametrize("form", ["bfloat16", (8, 16, torch.float32)])
-def test_experts_may_take_other_features_than_their_router(
-    calls: Immediate, form: str | tuple[int, int, torch.dtype]
-) -> None:
+def test_experts_may_take_other_features_than_their_router(calls: Immediate, form: Form) -> None:
     case = case_of(form, 8, RULES[5])
     x, others = case.rows(20), normal(3, 20, 32).to(case.dtype)
     router = router_of(normal(5, 8, 32).to(case.dtype), RULES[5])
@@ -305,9 +293,9 @@ def test_only_the_experts_that_are_chosen_are_multiplied(calls: Immediate) -> No
     x = case.rows(3)
     _, chosen = choices(x, case.experts.router)
     others = [expert for expert in range(24) if expert not in chosen.flatten().tolist()]
-    expected = mix(calls, x, case.experts, None, None)
+    expected = case.mixed(calls, x)
     case.experts.gate_up.data[others], case.experts.down.data[others] = torch.nan, torch.nan
-    assert torch.equal(mix(calls, x, case.experts, None, None), expected)
+    assert torch.equal(case.mixed(calls, x), expected)
 
 
 def test_rows_are_counted_by_expert(calls: Immediate) -> None:
@@ -315,7 +303,7 @@ def test_rows_are_counted_by_expert(calls: Immediate) -> None:
     expected = torch.zeros(24, dtype=torch.int64)
     for num_rows in (1, 40, 0, 100):
         x = case.rows(num_rows)
-        mix(calls, x, case.experts, None, None)
+        case.mixed(calls, x)
         expected += choices(x, case.experts.router)[1].flatten().bincount(minlength=24)
     assert torch.equal(case.experts.counts, expected)
 
@@ -323,11 +311,11 @@ def test_rows_are_counted_by_expert(calls: Immediate) -> None:
 def test_a_row_that_is_not_finite_spoils_itself_alone(calls: Immediate) -> None:
     case = case_of("bfloat16", 8, RULES[3])
     x = case.rows(40)
-    expected = mix(calls, x, case.experts, None, None)
+    expected = case.mixed(calls, x)
     for bad in (torch.nan, torch.inf, -torch.inf):
         spoiled = x.clone()
         spoiled[11, 5] = bad
-        found = mix(calls, spoiled, case.experts, None, None)
+        found = case.mixed(calls, spoiled)
         assert found[11].isnan().any()
         assert torch.equal(torch.cat((found[:11], found[12:])), torch.cat((expected[:11], expected[12:])))
 
@@ -336,11 +324,11 @@ def test_experts_that_do_not_fit_are_refused_by_name(calls: Immediate) -> None:
     case = case_of("bfloat16", 4, Routing(2))
     x, weight = case.rows(2), case.experts.router.weight
     with pytest.raises(ValueError, match=r"^x must have shape \[\*, 64\]"):
-        mix(calls, x[:, :32], case.experts, None, None)
+        case.mixed(calls, x[:, :32])
     with pytest.raises(ValueError, match=r"^x must have shape \[\*, 128\]"):
         mix(calls, torch.cat((x, x, x), 1), case.experts, None, None)
     with pytest.raises(ValueError, match=r"^x must be one of"):
-        mix(calls, x.float(), case.experts, None, None)
+        case.mixed(calls, x.float())
     with pytest.raises(ValueError, match=r"^residual must have shape \[2, 64\]"):
         mix(calls, x, case.experts, None, x[:1])
     with pytest.raises(ValueError, match=r"^shared must have shape \[2, 64\]"):

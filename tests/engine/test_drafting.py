@@ -1,6 +1,8 @@
 """A draft model changes no token, and the steps that its guesses save show that it knows each sequence."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,21 @@ def model() -> Model:
 def other() -> Model:
     """Return a model of one layer, which is nearly always wrong."""
     return small_model(small_config(VOCAB, eos_token_id=END, num_hidden_layers=1, hidden_size=32))
+
+
+def before_each(act: Callable[[int, StepPlan], None]) -> Callable[[Run], Run]:
+    """Return what does something before each step of a draft model. act: takes the number of the step, from 1."""
+
+    def around(run: Run) -> Run:
+        numbers = count(1)
+
+        def act_and_run(plan: StepPlan) -> StepResult:
+            act(next(numbers), plan)
+            return run(plan)
+
+        return act_and_run
+
+    return around
 
 
 @pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other
@@ -92,16 +109,12 @@ def test_a_prefix_that_another_sequence_left_is_computed_again_for_the_draft_mod
 def test_no_guesses_are_made_beyond_the_draft_models_longest_sequence(model: Model) -> None:
     longest = 0
 
-    def watched(run: Run) -> Run:
-        def run_and_look(plan: StepPlan) -> StepResult:
-            nonlocal longest
-            longest = max([longest, *(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)])
-            return run(plan)
-
-        return run_and_look
+    def look(_: int, plan: StepPlan) -> None:
+        nonlocal longest
+        longest = max([longest, *(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)])
 
     plain = Bench(model)
-    bench = Bench(model, draft=model, draft_model_len=50, draft_run=watched)
+    bench = Bench(model, draft=model, draft_model_len=50, draft_run=before_each(look))
     for each in (plain, bench):
         each.add(0, REPEATED, GREEDY)
         each.add(1, [*REPEATED, *REPEATED, *REPEATED], GREEDY)
@@ -113,17 +126,14 @@ def test_no_guesses_are_made_beyond_the_draft_models_longest_sequence(model: Mod
 def test_a_draft_model_that_fails_is_given_up_and_ends_no_request(model: Model) -> None:
     num_runs = 0
 
-    def failing(run: Run) -> Run:
-        def run_and_fail(plan: StepPlan) -> StepResult:
-            nonlocal num_runs
-            num_runs += 1
-            if num_runs > 20:
-                raise RuntimeError("broken on purpose")
-            return run(plan)
+    def fail(number: int, _: StepPlan) -> None:
+        nonlocal num_runs
+        num_runs = number
+        if number > 20:
+            raise RuntimeError("broken on purpose")
 
-        return run_and_fail
-
-    plain, bench = add_requests(Bench(model)).run(), add_requests(Bench(model, draft=model, draft_run=failing)).run()
+    failing = Bench(model, draft=model, draft_run=before_each(fail))
+    plain, bench = add_requests(Bench(model)).run(), add_requests(failing).run()
     assert ids(bench.answers) == ids(plain.answers)
     assert not bench.broken
     assert num_runs == 21
@@ -131,20 +141,12 @@ def test_a_draft_model_that_fails_is_given_up_and_ends_no_request(model: Model) 
 
 
 def test_kv_that_others_write_to_the_draft_models_pages_spoils_guesses_alone(model: Model) -> None:
-    num_runs = 0
-
-    def disturbed(run: Run) -> Run:
-        def run_and_overwrite(plan: StepPlan) -> StepResult:
-            nonlocal num_runs
-            num_runs += 1
-            if num_runs % 3 == 0:
-                bench.draft_runner.kv.normal_()
-            return run(plan)
-
-        return run_and_overwrite
+    def overwrite(number: int, _: StepPlan) -> None:
+        if number % 3 == 0:
+            bench.draft_runner.kv.normal_()
 
     plain = add_requests(Bench(model)).run()
-    bench = Bench(model, draft=model, draft_run=disturbed)
+    bench = Bench(model, draft=model, draft_run=before_each(overwrite))
     add_requests(bench).run()
     assert ids(bench.answers) == ids(plain.answers)
     assert bench.counts["right"] < 0.9 * bench.counts["guesses"], "some are spoiled"

@@ -6,14 +6,15 @@ from scripted_backend import DESCRIPTION, FIRST, NUM_PAGES, PAGE_BYTES, SECOND, 
 from pdserve.kvtransfer.speed import STUCK_S, WINDOW_S, PairSpeed, ProbeError
 
 
-def end_in_turn(rig: Rig, took_s: list[float]) -> None:
-    """Let slices land one after the other, each after a time, beginning with the next that is posted."""
-    first = len(rig.backend.gone)
+def end_in_turn(rig: Rig, took_s: list[float], first: int | None = None) -> None:
+    """Let slices land one after the other, each after a time. first: the place of the first; None: the next one."""
+    gone = len(rig.backend.gone)
     for number, seconds in enumerate(took_s):
-        rig.backend.until(lambda at=first + number: len(rig.backend.posted) > at)  # type: ignore[misc]
+        place = number + (gone if first is None else first)
+        rig.backend.until(lambda at=place: len(rig.backend.posted) > at)  # type: ignore[misc]
         rig.clock.advance(seconds)
-        rig.backend.posted[first + number].end = "landed"
-        rig.backend.until(lambda at=first + number: len(rig.backend.gone) > at)  # type: ignore[misc]
+        rig.backend.posted[place].end = "landed"
+        rig.backend.until(lambda at=gone + number: len(rig.backend.gone) > at)  # type: ignore[misc]
 
 
 def test_a_probe_tells_the_fastest_of_its_writes_and_leaves_out_the_one_that_connects(rig: Rig) -> None:
@@ -26,10 +27,8 @@ def test_a_probe_writes_into_probe_memory_alone(rig: Rig) -> None:
     answer = rig.mover.probe(FIRST)
     end_in_turn(rig, [0.1] * 8)
     answer.result(timeout=20)
-    assert {index for posted in rig.backend.posted for index in (*posted.src, *posted.dst)} == {
-        NUM_PAGES,
-        NUM_PAGES + 1,
-    }
+    written = {index for posted in rig.backend.posted for index in (*posted.src, *posted.dst)}
+    assert written == {NUM_PAGES, NUM_PAGES + 1}
 
 
 def test_what_a_probe_measures_beside_a_copy_counts_for_nothing(rig: Rig) -> None:
@@ -57,10 +56,7 @@ def test_a_frozen_peer_keeps_no_other_from_being_probed(rig: Rig) -> None:
     rig.backend.let_it_look()
     assert len(rig.backend.posted) == 1  # the copy may still move
     rig.clock.advance(WINDOW_S)
-    for number in range(1, 9):
-        rig.backend.until(lambda at=number: len(rig.backend.posted) > at)  # type: ignore[misc]
-        rig.clock.advance(0.1)
-        rig.backend.posted[number].end = "landed"
+    end_in_turn(rig, [0.1] * 8, first=1)
     assert answer.result(timeout=20).page_s == pytest.approx(0.1)
 
 
@@ -70,10 +66,7 @@ def test_a_peer_that_freezes_while_it_is_probed_keeps_no_other_from_being_probed
     rig.backend.until(lambda: len(rig.backend.posted) == 1)
     answer = rig.mover.probe(SECOND)
     rig.clock.advance(STUCK_S + 0.1)
-    for number in range(1, 9):
-        rig.backend.until(lambda at=number: len(rig.backend.posted) > at)  # type: ignore[misc]
-        rig.clock.advance(0.1)
-        rig.backend.posted[number].end = "landed"
+    end_in_turn(rig, [0.1] * 8, first=1)
     assert answer.result(timeout=20).page_s == pytest.approx(0.1)
     assert not frozen.done()
 

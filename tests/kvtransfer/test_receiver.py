@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from capsules import capsule
+from event_orders import explore
 
 from pdserve.base.errors import PeerFault, ProtocolError
 from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageId, Peer, RequestId, WorkerId
@@ -296,26 +297,17 @@ class Seen:
         assert self.receiver.state in (State.FREE, State.COMMITTED)
 
 
-def explore(seen: Seen, depth: int) -> int:
-    seen.fork().wind_up()
-    if depth == 0:
-        return 1
-    tried = 0
-    for event in EVENTS:
-        if isinstance(event, DigestsChecked) and not seen.num_checking:
-            continue  # a check that was not asked for is never reported
-        after = seen.fork()
-        after.feed(event)
-        tried += explore(after, depth - 1)
-    return tried
+def may_come(seen: Seen) -> list[Event]:
+    """A check that was not asked for is never reported."""
+    return [event for event in EVENTS if seen.num_checking or not isinstance(event, DigestsChecked)]
 
 
 def test_no_order_of_events_gives_pages_away_twice_or_without_proof() -> None:
-    assert explore(Seen(), 5) > 10_000
+    assert explore(Seen(), 5, may_come) > 10_000
 
 
 def test_no_order_of_events_after_a_commit_gives_pages_away_twice_or_without_proof() -> None:
     seen = Seen()
     for event in (SenderAttached(PEER), PagesLanded((21,)), PagesLanded((22,)), COMMIT):
         seen.feed(event)
-    assert explore(seen, 4) > 1_000
+    assert explore(seen, 4, may_come) > 1_000
