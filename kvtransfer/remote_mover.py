@@ -9,31 +9,17 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 
 import msgspec
 
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import AttemptKey, Peer
+from pdserve.kvtransfer import remote_orders as orders
 from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import MAX_OUTSTANDING
-from pdserve.kvtransfer.remote_orders import (
-    ERRORS,
-    Answer,
-    Attach,
-    Begin,
-    Cancel,
-    Close,
-    Forget,
-    Look,
-    Order,
-    Report,
-    Settle,
-    Stopped,
-    TakeDigests,
-    Write,
-)
 from pdserve.net.frames import Channel
 from pdserve.protocol.page_tables import Pages
 
@@ -49,14 +35,17 @@ class RemoteMover:
         """Start the mover of rank `part`, which reads this socket. Whoever owns the socket closes it after `close`."""
         self._part, self._on_stopped = part, on_stopped
         self._channel = Channel(connected)
-        self._orders = queue.SimpleQueue[Order | None]()  # few: writes are counted, all else is once a peer or hand-off
+        self._orders = queue.SimpleQueue[orders.Order | None]()  # few: writes are counted, others rare
         self._numbers, self._num_outstanding, self._lock = count(), 0, threading.Lock()
-        self._calls: dict[int, Future[Answer]] = {}
+        self._calls: dict[int, Future[orders.Answer]] = {}
         self._ended_because = ""
         for run in (self._send_orders, self._take_reports):
             threading.Thread(target=run, name=f"rank-{part}-mover", daemon=True).start()
-        self._begun = self._call(lambda number: Begin(number, me))
-        self._seen, self._look = Answer(), self._begun  # the last answer to a look, and the look that was made last
+        self._begun = self._call(lambda number: orders.Begin(number, me))
+        self._seen, self._look = (
+            orders.Answer(),
+            self._begun,
+        )  # the last answer to a look, and the last look
 
     @property
     def description(self) -> bytes:
@@ -72,17 +61,17 @@ class RemoteMover:
         """As the rank said when it was last asked, and asks it anew; a number that stays while it does not answer."""
         if not self._look.done() or self._look.exception() is not None:
             return self._seen.turn or 0
-        self._seen, self._look = self._look.result(), self._call(Look)
+        self._seen, self._look = self._look.result(), self._call(orders.Look)
         return self._seen.turn
 
-    def attach(self, peer: Peer, description: bytes) -> Future[Answer]:
-        return self._call(lambda number: Attach(number, peer, description))
+    def attach(self, peer: Peer, description: bytes) -> Future[orders.Answer]:
+        return self._call(lambda number: orders.Attach(number, peer, description))
 
-    def digests(self, pages: Pages) -> Future[Answer]:
-        return self._call(lambda number: TakeDigests(number, pages))
+    def digests(self, pages: Pages) -> Future[orders.Answer]:
+        return self._call(lambda number: orders.TakeDigests(number, pages))
 
-    def settle(self, ended: Peer) -> Future[Answer]:
-        return self._call(lambda number: Settle(number, ended))
+    def settle(self, ended: Peer) -> Future[orders.Answer]:
+        return self._call(lambda number: orders.Settle(number, ended))
 
     def write(self, peer: Peer, handoff: AttemptKey, src: Pages, dst: Pages) -> None:
         with self._lock:
@@ -92,25 +81,25 @@ class RemoteMover:
             failed = f"{MAX_OUTSTANDING} copies are outstanding already"
             self._on_stopped(ReceiverMessage(peer, handoff, CopyStopped(None, failed, part=self._part)))
         else:
-            self._orders.put(Write(peer, handoff, src, dst))
+            self._orders.put(orders.Write(peer, handoff, src, dst))
 
     def cancel(self, peer: Peer, handoff: AttemptKey) -> None:
-        self._orders.put(Cancel(peer, handoff))
+        self._orders.put(orders.Cancel(peer, handoff))
 
     def forget(self, peer: Peer) -> None:
-        self._orders.put(Forget(peer))
+        self._orders.put(orders.Forget(peer))
 
     def close(self) -> None:
         """Let the rank close its mover; blocks, for a while if the rank is frozen."""
         try:
-            self._call(Close).result(CLOSE_S)
+            self._call(orders.Close).result(CLOSE_S)
         except (TimeoutError, InvariantError) as error:
             why = str(error) or f"it is silent for {CLOSE_S:g} s"
             logger.warning("rank %d has not closed its mover: %s", self._part, why)
         self._orders.put(None)
 
-    def _call(self, order_of: Callable[[int], Order]) -> Future[Answer]:
-        number, answer = next(self._numbers), Future[Answer]()
+    def _call(self, order_of: Callable[[int], orders.Order]) -> Future[orders.Answer]:
+        number, answer = next(self._numbers), Future[orders.Answer]()
         with self._lock:
             self._calls[number] = answer
         self._orders.put(order_of(number))
@@ -126,11 +115,11 @@ class RemoteMover:
             return  # the rank has ended, as the other thread finds out
 
     def _take_reports(self) -> None:
-        reports = msgspec.msgpack.Decoder(Report)
+        reports = msgspec.msgpack.Decoder(orders.Report)
         try:
             while True:
-                report: Report = reports.decode(self._channel.next_frame())
-                if isinstance(report, Stopped):
+                report: orders.Report = reports.decode(self._channel.next_frame())
+                if isinstance(report, orders.Stopped):
                     self._stopped(report)
                 else:
                     self._answered(report)
@@ -142,18 +131,17 @@ class RemoteMover:
             self._ended_because = f"its reports cannot be read: {error}"
         self._fail_calls()
 
-    def _stopped(self, report: Stopped) -> None:
+    def _stopped(self, report: orders.Stopped) -> None:
         with self._lock:
             self._num_outstanding -= 1
-        stopped = CopyStopped(report.digests, report.reason, report.in_doubt, self._part)
-        self._on_stopped(ReceiverMessage(report.peer, report.handoff, stopped))
+        self._on_stopped(ReceiverMessage(report.peer, report.handoff, replace(report.ended, part=self._part)))
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: orders.Answer) -> None:
         with self._lock:
             waiting = self._calls.pop(answer.number, None)
         if waiting is not None and waiting.set_running_or_notify_cancel():  # unless who asked has gone
             if answer.problem:
-                waiting.set_exception(ERRORS[answer.whose](f"rank {self._part}: {answer.problem}"))
+                waiting.set_exception(orders.ERRORS[answer.whose](f"rank {self._part}: {answer.problem}"))
             else:
                 waiting.set_result(answer)
 
@@ -161,4 +149,4 @@ class RemoteMover:
         with self._lock:
             numbers = tuple(self._calls)
         for number in numbers:
-            self._answered(Answer(number, problem=self._ended_because))
+            self._answered(orders.Answer(number, problem=self._ended_because))

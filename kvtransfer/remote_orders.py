@@ -6,8 +6,11 @@ import msgspec
 
 from pdserve.base.errors import ConfigError, InvariantError, ProtocolError
 from pdserve.base.ids import AttemptKey, Peer
+from pdserve.kvtransfer.doors import CopyStopped
 from pdserve.kvtransfer.session import Digests
 from pdserve.protocol.page_tables import Pages
+
+Whose = Literal["operator", "peer", "own"]
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -70,9 +73,7 @@ class Stopped(Message):
 
     peer: Peer
     handoff: AttemptKey
-    digests: Digests | None
-    reason: str
-    in_doubt: bool
+    ended: CopyStopped
 
 
 class Answer(Message):
@@ -82,9 +83,10 @@ class Answer(Message):
     turn: int | None = None
     stalled: tuple[Peer, ...] = ()
     problem: str = ""  # why the call has failed; empty: it has not
-    whose: Literal["operator", "peer", "own"] = "own"  # who can mend that
+    whose: Whose = "own"  # who can mend that
 
 
 Order = Write | Cancel | Forget | Begin | Attach | TakeDigests | Settle | Look | Close
 Report = Stopped | Answer
-ERRORS = {"operator": ConfigError, "peer": ProtocolError, "own": InvariantError}  # by who can mend what is wrong
+Error = ConfigError | ProtocolError | InvariantError
+ERRORS: dict[Whose, type[Error]] = {"operator": ConfigError, "peer": ProtocolError, "own": InvariantError}
