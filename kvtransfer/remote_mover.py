@@ -42,10 +42,7 @@ class RemoteMover:
         for run in (self._send_orders, self._take_reports):
             threading.Thread(target=run, name=f"rank-{part}-mover", daemon=True).start()
         self._begun = self._call(lambda number: orders.Begin(number, me))
-        self._seen, self._look = (
-            orders.Answer(),
-            self._begun,
-        )  # the last answer to a look, and the last look
+        self._seen, self._look = orders.Answer(), self._begun  # the last answer to a look, and the last look
 
     @property
     def description(self) -> bytes:

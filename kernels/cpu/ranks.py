@@ -19,10 +19,7 @@ NAPS_A_SECOND = 10  # likewise
 class RankMemory(ctypes.Structure):
     """`struct ranks` of src/ranks.c, and the memory. For one rank, which has one call at a time."""
 
-    _fields_ = (
-        ("slots", Pointer),
-        *((name, Size) for name in ("index", "size", "patience", "number", "missing")),
-    )
+    _fields_ = (("slots", Pointer), *((name, Size) for name in ("index", "size", "patience", "number", "missing")))
 
     def __init__(self, memory: Tensor, index: int, size: int, limit_s: float) -> None:
         """memory: uint8 [size * SLOT_BYTES], zeroed; of all ranks. limit_s: for the others in an exchange."""

@@ -74,12 +74,7 @@ class TritonAttention:
     """Plans a step once, then serves each layer of one kind of it."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        max_kv_len: int,
-        sizes: Seq[int],
-        prompts: PromptAttention | None,
-        kind: LayerKind,
+        self, config: ModelConfig, max_kv_len: int, sizes: Seq[int], prompts: PromptAttention | None, kind: LayerKind
     ) -> None:
         """Attend in layers of one kind.
 

@@ -91,11 +91,7 @@ class CountedRows:
         slots, are_output = (np.array([each[column] for each in lists], np.int32) for column in (0, 1))
         parts = [np.asarray(token_ids, np.int32) for _, _, token_ids in lists]
         cleared, *sent = self._staging.send(
-            slots[are_output == 0],
-            slots,
-            are_output,
-            np.concatenate(parts),
-            np.cumsum([0, *map(len, parts)]),
+            slots[are_output == 0], slots, are_output, np.concatenate(parts), np.cumsum([0, *map(len, parts)])
         )
         self.counts.index_fill_(0, cleared.long(), 0)
         count(self.counts, sent[0], sent[1], Ragged(sent[2], sent[3]))

@@ -134,12 +134,7 @@ class PagePool:
         if num_states == self.num_pages == len({*self._free, *held, *self._granted, *self._quarantined}):
             return
         for page in map(PageId, range(self.num_pages)):
-            states = (
-                page in self._free,
-                self._holders[page] > 0,
-                page in self._granted,
-                page in self._quarantined,
-            )
+            states = (page in self._free, self._holders[page] > 0, page in self._granted, page in self._quarantined)
             if sum(states) != 1:
                 raise InvariantError(f"page {page}: free, held, granted, quarantined = {states}")
 

@@ -28,14 +28,7 @@ from pdserve.executor.draft_loading import (
 )
 from pdserve.executor.executor import Executor
 from pdserve.executor.followers import Followers
-from pdserve.executor.form import (
-    DTYPES,
-    KERNEL_DEVICES,
-    Form,
-    Progress,
-    check_inputs,
-    load_form,
-)
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, check_inputs, load_form
 from pdserve.executor.kernel_checks import check_kernels, check_use
 from pdserve.executor.layouts import layout_of
 from pdserve.executor.local import LocalExecutor

@@ -48,10 +48,7 @@ END_S = 5.0  # for a rank whose sockets are closed
 RETRY_S = 1.0  # between two attempts to reach the worker's own process
 ANSWER_S = 5.0  # for that process to answer
 ABSENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-REMEDIES = {
-    grpc.StatusCode.UNAUTHENTICATED: "secret_file",
-    grpc.StatusCode.PERMISSION_DENIED: "identity_dir",
-}
+REMEDIES = {grpc.StatusCode.UNAUTHENTICATED: "secret_file", grpc.StatusCode.PERMISSION_DENIED: "identity_dir"}
 
 JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[wire.JoinRequest, wire.JoinResponse]"
 

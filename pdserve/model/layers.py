@@ -14,19 +14,7 @@ from pdserve.model.beside_experts import BesideExperts
 from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.latent_experts import LatentExperts
 from pdserve.model.mlp import Mlp, build_mlp
-from pdserve.model.ops import (
-    Dense,
-    Held,
-    Linear,
-    Matrix,
-    Norm,
-    Ops,
-    Quantized,
-    RmsNorm,
-    decoded,
-    joined,
-    rows_of,
-)
+from pdserve.model.ops import Dense, Held, Linear, Matrix, Norm, Ops, Quantized, RmsNorm, decoded, joined, rows_of
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.ranks import PartNorm

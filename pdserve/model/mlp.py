@@ -20,18 +20,7 @@ from pdserve.model.design import Activation
 from pdserve.model.device_codes import joined_blocks
 from pdserve.model.elementwise import times
 from pdserve.model.family import TensorSource
-from pdserve.model.ops import (
-    Dense,
-    DeviceOps,
-    ExpertStack,
-    GateUp,
-    Linear,
-    Matrix,
-    Mixture,
-    Ops,
-    rows_of,
-    weight_bytes,
-)
+from pdserve.model.ops import Dense, DeviceOps, ExpertStack, GateUp, Linear, Matrix, Mixture, Ops, rows_of, weight_bytes
 from pdserve.model.parallel import row_parallel
 from pdserve.model.routing import route
 from pdserve.model.weights import Rank

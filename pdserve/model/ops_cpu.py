@@ -39,19 +39,7 @@ from pdserve.model.fp8 import Coded, Fp8
 from pdserve.model.groups import Groups, alike
 from pdserve.model.heads import HeadDense, HeadLinear
 from pdserve.model.onednn import packs
-from pdserve.model.ops import (
-    Dense,
-    GateUp,
-    LayerNorm,
-    Linear,
-    Matrix,
-    Mixture,
-    Norm,
-    Ops,
-    Quantized,
-    RmsNorm,
-    TorchOps,
-)
+from pdserve.model.ops import Dense, GateUp, LayerNorm, Linear, Matrix, Mixture, Norm, Ops, Quantized, RmsNorm, TorchOps
 
 logger = logging.getLogger(__name__)
 

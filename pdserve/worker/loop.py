@@ -24,13 +24,7 @@ class WorkerLoop:
     """Takes a worker's turns: what comes while a step runs is handled at once."""
 
     def __init__(
-        self,
-        core: WorkerCore,
-        start_step: StartStep,
-        inbox: Inbox,
-        outbox: Outbox,
-        clock: Clock,
-        stalled_step_s: float,
+        self, core: WorkerCore, start_step: StartStep, inbox: Inbox, outbox: Outbox, clock: Clock, stalled_step_s: float
     ) -> None:
         self._core = core
         self._turns = Turns(core, outbox)

@@ -29,17 +29,7 @@ from pdserve.worker import wire
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
-from pdserve.worker.messages import (
-    Failed,
-    Load,
-    Progress,
-    PromptScored,
-    Report,
-    RoleTaken,
-    RouterRef,
-    StepCost,
-    Tokens,
-)
+from pdserve.worker.messages import Failed, Load, Progress, PromptScored, Report, RoleTaken, RouterRef, StepCost, Tokens
 
 logger = logging.getLogger(__name__)
 

@@ -216,13 +216,7 @@ JOBS = st.lists(
 )
 
 
-GROUPS = (
-    (),
-    (),
-    (PageShape(4, window=3),),
-    (PageShape(2, window=5),),
-    (PageShape(2), PageShape(1, window=2)),
-)
+GROUPS = ((), (), (PageShape(4, window=3),), (PageShape(2, window=5),), (PageShape(2), PageShape(1, window=2)))
 
 
 @settings(deadline=None)

@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from gpu_device import Device, device_of
-from gpu_models import (
-    QWEN3_0_6B,
-    Engine,
-    config_of,
-    drive,
-    limits_of,
-    random_model,
-    random_prompt,
-    sequence_of,
-)
+from gpu_models import QWEN3_0_6B, Engine, config_of, drive, limits_of, random_model, random_prompt, sequence_of
 
 from pdserve.base.ids import Attempt, AttemptKey, PageId, Peer, RequestId, WorkerId
 from pdserve.engine.sequence import Sequence

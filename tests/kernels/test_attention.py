@@ -20,11 +20,7 @@ TOLERANCE = {torch.bfloat16: 7.5e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}
 SMALL = Tile(32, 32, 4, 2)  # many tile edges in few keys
 EXHAUSTIVE = os.environ.get("PDSERVE_KERNEL_GRID") == "full"
 HEADS = [(4, 4), (8, 2), (8, 1), (9, 3)]
-IN_EACH_RUN = [
-    ((4, 4), 16),
-    ((8, 1), 128),
-    ((9, 3), 16),
-]  # all of both
+IN_EACH_RUN = [((4, 4), 16), ((8, 1), 128), ((9, 3), 16)]  # all of both
 HEADS_AND_PAGES = [
     pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.long)
     for case in itertools.product(HEADS, (16, 64, 128, 384))

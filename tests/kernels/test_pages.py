@@ -57,8 +57,7 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [(torch.float32, 64), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHER_ROWS)],
+    ("dtype", "head_dim"), [(torch.float32, 64), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHER_ROWS)]
 )
 def test_coded_rows_have_the_bytes_that_torch_writes(code: KvCode, dtype: torch.dtype, head_dim: int) -> None:
     rows, given = KvRows(head_dim, dtype, code), hard_rows(head_dim, dtype)[240:]

@@ -64,10 +64,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def cases(kinds: Sequence[str]) -> list[object]:
-    always = (
-        ("delta of two widths", torch.float32, FEW),
-        ("space", torch.bfloat16, (66,)),
-    )
+    always = (("delta of two widths", torch.float32, FEW), ("space", torch.bfloat16, (66,)))
     return [
         *(pytest.param(*case) for case in always),
         pytest.param("delta of 128", torch.float32, (66,), marks=pytest.mark.long),

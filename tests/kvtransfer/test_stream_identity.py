@@ -4,18 +4,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from stream_ends import (
-    COMMIT,
-    DECODE,
-    KEY,
-    LATER,
-    LAYOUT,
-    PREFILL,
-    Change,
-    decode_worker,
-    prefill_worker,
-    raw_stream,
-)
+from stream_ends import COMMIT, DECODE, KEY, LATER, LAYOUT, PREFILL, Change, decode_worker, prefill_worker, raw_stream
 
 from pdserve.base import processes
 from pdserve.base.clock import VirtualClock

@@ -4,18 +4,7 @@ import asyncio
 import queue
 import socket
 
-from stream_ends import (
-    COMMIT,
-    DECODE,
-    GRANT,
-    KEY,
-    LANDED,
-    PREFILL,
-    decode_worker,
-    pair,
-    prefill_worker,
-    raw_stream,
-)
+from stream_ends import COMMIT, DECODE, GRANT, KEY, LANDED, PREFILL, decode_worker, pair, prefill_worker, raw_stream
 
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer import wire

@@ -13,15 +13,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
-from model_zoo import (
-    IN_TILES,
-    IN_TORCH,
-    MORE_FAMILIES,
-    VOCAB,
-    first_disagreement,
-    load_oracle,
-    write_model,
-)
+from model_zoo import IN_TILES, IN_TORCH, MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from noted_programs import has_bfloat16_products, note_program_rows
 from safetensors.torch import load_file, save_file
 from thread_ranks import Apart

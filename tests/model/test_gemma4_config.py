@@ -127,10 +127,7 @@ def test_a_wrapper_has_the_same_text_part() -> None:
         ({"per_layer_config": {"5": {"sliding_window": 5}}}, r"per_layer_config\.5"),
         ({"per_layer_config": {"12": {"head_dim": 512}}}, "per_layer_config"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, r"rope_parameters\.full_attention\.rope_type"),
-        (
-            {"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}}},
-            "rope_parameters",
-        ),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}}}, "rope_parameters"),
         (
             {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
             r"rope_parameters\.sliding_attention\.partial_rotary_factor",

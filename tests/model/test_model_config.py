@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from pdserve.base.errors import ConfigError
 from pdserve.kernels.routing import Routing
 from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
-from pdserve.model.design import (
-    Activation,
-    Experts,
-    GatedMlp,
-    HeadNorms,
-    PlainMlp,
-    RmsNorm,
-    SelfAttention,
-    Sequential,
-)
+from pdserve.model.design import Activation, Experts, GatedMlp, HeadNorms, PlainMlp, RmsNorm, SelfAttention, Sequential
 from pdserve.model.rope_config import NO_ROPE, Growth, LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
 from pdserve.model.state_design import ShortConv, StateSizes, StateSpace
 
@@ -35,12 +26,7 @@ LLAMA = {
     "eos_token_id": [3, 4],
     "bos_token_id": 1,
 }
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def read(**changes: object) -> ModelConfig:
@@ -768,7 +754,7 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
 
 REFUSED: dict[str, list[dict[str, object]]] = {  # by the name of its first key: what a family does not compute
     "SmolLM3ForCausalLM": [
-        *({"use_sliding_window": True}, {"layer_types": ["sliding_attention"] * 2}, {"no_rope_layers": [1]}),
+        *({"use_sliding_window": True}, {"layer_types": ["sliding_attention"] * 2}, {"no_rope_layers": [1]})
     ],
     "GemmaForCausalLM": [{"use_bidirectional_attention": True}, {"hidden_act": "relu"}],
     "PhiForCausalLM": [{"qk_layernorm": True}, {"tie_word_embeddings": True}],
@@ -783,12 +769,12 @@ REFUSED: dict[str, list[dict[str, object]]] = {  # by the name of its first key:
     "Glm4MoeForCausalLM": [{"n_group": 7}, {"n_group": 2, "topk_group": 3}],
     "OlmoeForCausalLM": [{"clip_qkv": 8.0}, {"num_experts_per_tok": 8, "num_experts": 4}],
     "Ernie4_5_MoeForCausalLM": [
-        *({"moe_gate": "top2"}, {"moe_use_aux_free": False}, {"moe_norm_min": 0.1}, {"moe_k": 65}),
+        *({"moe_gate": "top2"}, {"moe_use_aux_free": False}, {"moe_norm_min": 0.1}, {"moe_k": 65})
     ],
     "MiniMaxM2ForCausalLM": [{"scoring_func": "softmax"}],
     "Cohere2ForCausalLM": [{"use_qk_norm": True}],
     "Gemma2ForCausalLM": [
-        *({"attn_logit_softcapping": 0.0}, {"final_logit_softcapping": math.nan}, {"query_pre_attn_scalar": -1}),
+        *({"attn_logit_softcapping": 0.0}, {"final_logit_softcapping": math.nan}, {"query_pre_attn_scalar": -1})
     ],
     "Gemma3ForCausalLM": [{"attn_logit_softcapping": 50.0}, {"rope_parameters": {"rope_theta": 1e4}}],
     "Olmo3ForCausalLM": [{"layer_types": ["linear_attention"] * 2}],
@@ -816,7 +802,7 @@ REFUSED: dict[str, list[dict[str, object]]] = {  # by the name of its first key:
         *({"ssm_multipliers": [1.0]}, {"mlp_multipliers": [0.0, 1.0]}),
     ],
     "Qwen3NextForCausalLM": [
-        *({"linear_num_value_heads": 3}, {"linear_conv_kernel_dim": 1}, {"linear_key_head_dim": 2049}),
+        *({"linear_num_value_heads": 3}, {"linear_conv_kernel_dim": 1}, {"linear_key_head_dim": 2049})
     ],
     "Qwen3_5ForCausalLM": [{"attn_output_gate": False}, {"mamba_ssm_dtype": "bfloat16"}],
     "Qwen3_5MoeForCausalLM": [{"mlp_only_layers": [1]}],

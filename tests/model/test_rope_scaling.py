@@ -11,12 +11,7 @@ from pdserve.model.rope import Rope, rotate_
 SCALINGS = {
     "default": {},
     "linear": {"factor": 4.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
 }
 

@@ -40,10 +40,7 @@ EVERYTHING: dict[str, Any] = {
         "route": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example.com"]},
     },
     "frontends": {"replicas": 2, "config": {"max_num_waiting": 64}},
-    "workers": {
-        "devices": {"count": 2},
-        "rdma": {"enabled": True, "networks": "roce", "devices": ["mlx5_0:1"]},
-    },
+    "workers": {"devices": {"count": 2}, "rdma": {"enabled": True, "networks": "roce", "devices": ["mlx5_0:1"]}},
     "decode": {"config": {"max_num_seqs": 128}, "rdma": {"ipcLock": False}},
     "autoscaling": {"by": "keda", "behavior": {"scaleDown": {"stabilizationWindowSeconds": 600}}},
     "networkPolicy": {

@@ -148,10 +148,7 @@ def chart_cluster(model: Path, folder: Path, values: Manifest) -> Iterator[Clust
         "workers.config.dtype": "float32",
         "operator.extraEnv": [{"name": "KUBECONFIG", "value": str(kubeconfig)}],
         "tls.public.from": "chart",
-        "tls.identity": {
-            "from": "secret",
-            "existingSecrets": {part: part for part in Part},
-        },
+        "tls.identity": {"from": "secret", "existingSecrets": {part: part for part in Part}},
         **values,
     }
     identities = [secret_of(name, certificates / name) for name in Part]

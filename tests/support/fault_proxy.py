@@ -64,11 +64,7 @@ class _Way:
     """One direction of one connection."""
 
     def __init__(
-        self,
-        proxy: "FaultProxy",
-        direction: Direction,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, proxy: "FaultProxy", direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._proxy = proxy
         self._direction = direction

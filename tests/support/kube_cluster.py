@@ -79,10 +79,7 @@ class KubeCluster:
 
     async def make_deployment(self, name: str, replicas: int = 0) -> None:
         labels = {"app.kubernetes.io/component": name}
-        spec = {
-            "schedulerName": "pdserve-test",
-            "containers": [{"name": "worker", "image": "registry.invalid/worker"}],
-        }
+        spec = {"schedulerName": "pdserve-test", "containers": [{"name": "worker", "image": "registry.invalid/worker"}]}
         template = {"metadata": {"labels": labels, "finalizers": [FINALIZER]}, "spec": spec}
         body = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
         await self.ask(

@@ -185,11 +185,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     ),
     "ernie-moe": causal(
-        transformers.Ernie4_5_MoeConfig,
-        moe_num_experts=6,
-        moe_k=3,
-        moe_intermediate_size=64,
-        moe_layer_start_index=1,
+        transformers.Ernie4_5_MoeConfig, moe_num_experts=6, moe_k=3, moe_intermediate_size=64, moe_layer_start_index=1
     ),
     "ernie": causal(transformers.Ernie4_5Config, head_dim=16, use_bias=True),
     "gemma": causal(transformers.GemmaConfig, head_dim=32, tie_word_embeddings=False),
@@ -358,10 +354,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         transformers.Olmo3Config,
         sliding_window=96,
         num_hidden_layers=4,
-        rope_parameters={
-            "full_attention": YARN,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        },
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "phi": causal(transformers.PhiConfig),
     "phi3": causal(
@@ -419,12 +412,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     ),
     "lfm2": causal(transformers.Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
     "llama4": causal(transformers.Llama4TextConfig, num_hidden_layers=4, **CHUNKED),
-    "qwen3-next": causal(
-        transformers.Qwen3NextConfig,
-        num_hidden_layers=4,
-        head_dim=32,
-        **DELTA_EXPERTS,
-    ),
+    "qwen3-next": causal(transformers.Qwen3NextConfig, num_hidden_layers=4, head_dim=32, **DELTA_EXPERTS),
     "qwen3.5": causal(
         transformers.Qwen3_5TextConfig,
         layer_types=["linear_attention", "full_attention", "linear_attention"],

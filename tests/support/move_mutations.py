@@ -71,10 +71,7 @@ def let_a_continuation_come_during_a_long_step(original: Original, self: Incomin
 
 @breaks(Scheduler, "plan")
 def begin_a_long_step_before_a_continuation_comes(
-    original: Original,
-    self: Scheduler,
-    *,
-    is_brief: bool = False,
+    original: Original, self: Scheduler, *, is_brief: bool = False
 ) -> StepPlan | None:
     return original(self)
 

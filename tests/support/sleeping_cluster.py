@@ -69,10 +69,7 @@ async def sleeping_cluster(folder: Path, max_workers: int) -> AsyncIterator[Slee
         return process.name in ready
 
     endpoint = LauncherEndpoint(supervisor, wiring, is_ready)
-    async with (
-        serving(endpoint, wiring.secret_file) as address,
-        supervised(supervisor, record),
-    ):
+    async with serving(endpoint, wiring.secret_file) as address, supervised(supervisor, record):
         client = LauncherClient(address, wiring.secret_file)
         await record.until(lambda: record.num_starts == 3)
         yield SleepingCluster(address, wiring.secret_file, client, supervisor, record, ready)

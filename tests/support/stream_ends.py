@@ -126,11 +126,7 @@ async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
 
 @asynccontextmanager
 async def prefill_worker(
-    peer: Peer = PREFILL,
-    *,
-    layout: KvLayout = LAYOUT,
-    secret: bytes = SECRET,
-    on_stopped: OnStopped = lambda _: None,
+    peer: Peer = PREFILL, *, layout: KvLayout = LAYOUT, secret: bytes = SECRET, on_stopped: OnStopped = lambda _: None
 ) -> AsyncIterator[Prefill]:
     me, mover = Introduction(peer, layout), new_mover(layout, on_stopped)
     heard = Heard[IncomingEvent | OutgoingEvent]()

@@ -340,11 +340,7 @@ def test_nccl_leaves_it_to_the_worker_to_end_its_process(monkeypatch: pytest.Mon
     [
         ("lfm2", {"tensor_parallel_size": 4}, "2 KV heads of a model with states are not divided evenly in memory"),
         ("deepseek-v2", {"tensor_parallel_size": 4}, "4 ranks that hold the same 3 runs of a page"),
-        (
-            "llama3",
-            {"quantization": "int8"},
-            "mlp.gate_proj.weight: 32 in units of 32 cannot be split over 2 ranks",
-        ),
+        ("llama3", {"quantization": "int8"}, "mlp.gate_proj.weight: 32 in units of 32 cannot be split over 2 ranks"),
         ("llama3", {"quantized_inputs": 8}, "quantized_inputs: 8 is not served by 2 ranks on interpreter; 16 is"),
     ],
 )

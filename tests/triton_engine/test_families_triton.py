@@ -30,12 +30,7 @@ NUM_PAGES, PAGE_SIZE = 16, 16
 CPU = torch.device("cpu")
 STEPS = (
     StepPlan((Chunk(prompt(19), 0, (PageId(3), PageId(5)), (spec(),)),)),
-    StepPlan(
-        (
-            Chunk(prompt(1), 19, (PageId(3), PageId(5)), (spec(),)),
-            Chunk(prompt(3), 0, (PageId(6),), (spec(),)),
-        )
-    ),
+    StepPlan((Chunk(prompt(1), 19, (PageId(3), PageId(5)), (spec(),)), Chunk(prompt(3), 0, (PageId(6),), (spec(),)))),
 )
 
 

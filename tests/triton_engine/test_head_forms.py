@@ -90,10 +90,7 @@ def test_a_head_on_kernels_guesses_beside_codes_of_a_file_nearly_what_it_guesses
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [("float16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
-)
+@pytest.mark.parametrize(("dtype", "form"), [("float16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")])
 def test_a_module_on_kernels_guesses_in_halves_and_codes_nearly_what_it_guesses_on_a_cpu(
     tmp_path: Path, dtype: str, form: ChosenQuantization
 ) -> None:

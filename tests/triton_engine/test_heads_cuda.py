@@ -109,11 +109,7 @@ def test_a_head_takes_in_steps_that_are_launched_while_others_run(model: Model, 
     asked = replace(GREEDY, max_tokens=18), replace(PENALIZED, max_tokens=16)
     plain, on_cpu, bench = (
         answered(each, *asked, prompt=REPEATED[:2])
-        for each in (
-            Bench(model),
-            DraftingSeldom(model, 60, head=head),
-            DraftingSeldomOnKernels(model, 60, head=head),
-        )
+        for each in (Bench(model), DraftingSeldom(model, 60, head=head), DraftingSeldomOnKernels(model, 60, head=head))
     )
     assert_same(bench, plain)
     assert_same_drafts(bench, on_cpu)

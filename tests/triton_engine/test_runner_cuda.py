@@ -181,11 +181,7 @@ def runner(model: Model) -> CudaRunner:
 def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRunner, model: Model) -> None:
     twice = (spec((), LOGPROBS, seed=1), spec((), LOGPROBS, seed=2))
     plan = StepPlan(
-        (
-            Chunk([7], 0, (PageId(1),), twice),
-            Chunk([8], 0, (PageId(2),), ()),
-            Chunk([9], 0, (PageId(3),), (spec(),)),
-        )
+        (Chunk([7], 0, (PageId(1),), twice), Chunk([8], 0, (PageId(2),), ()), Chunk([9], 0, (PageId(3),), (spec(),)))
     )
     ours, expected = (each.run(plan).tokens for each in (runner, Runner(model, NUM_PAGES, PAGE_SIZE)))
     assert [[token.token_id for (token,) in drawn] for drawn in ours] == [

@@ -49,8 +49,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 
 of_families = pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=() if each == "qwen3-next" else pytest.mark.long) for each in STATES],
+    "family", [pytest.param(each, marks=() if each == "qwen3-next" else pytest.mark.long) for each in STATES]
 )
 
 

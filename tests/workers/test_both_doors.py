@@ -8,13 +8,7 @@ from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import Grant
 from pdserve.protocol.reports import Failure
 from pdserve.worker.admission import Draining
-from pdserve.worker.messages import (
-    Command,
-    DrainAsked,
-    DrainCancelled,
-    Failed,
-    Tokens,
-)
+from pdserve.worker.messages import Command, DrainAsked, DrainCancelled, Failed, Tokens
 
 NUM_PAGES = 32
 PEER = Peer(WorkerId("other"), Incarnation(3))

@@ -16,16 +16,7 @@ from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import Withdrawn
 from pdserve.protocol.reports import Failure, Stage
-from pdserve.worker.messages import (
-    Cancelled,
-    Failed,
-    MoveAsked,
-    Placed,
-    Progress,
-    RouterLost,
-    Ticked,
-    Tokens,
-)
+from pdserve.worker.messages import Cancelled, Failed, MoveAsked, Placed, Progress, RouterLost, Ticked, Tokens
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -132,10 +132,7 @@ def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "older", "newer"),
-    [
-        ("int8", "int8 x 8 bits, floats of 8 bits x 16 bits", "int8 x 8 bits"),
-        ("none", "none", "none"),
-    ],
+    [("int8", "int8 x 8 bits, floats of 8 bits x 16 bits", "int8 x 8 bits"), ("none", "none", "none")],
 )
 def test_weights_of_a_gpu_that_rounds_inputs_have_another_name(
     quantization: ChosenQuantization, older: str, newer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

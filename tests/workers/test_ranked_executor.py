@@ -281,10 +281,7 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("by", "problem"),
-    [
-        (TENSOR, "rank 1: it took no part in a sum for 1 s"),
-        (PIPELINE, "pipeline stage 0: it took no part in a step"),
-    ],
+    [(TENSOR, "rank 1: it took no part in a sum for 1 s"), (PIPELINE, "pipeline stage 0: it took no part in a step")],
 )
 def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path, by: str, problem: str) -> None:
     with executor_of(config_of(tmp_path, by=by, stalled_step_s=1.0)) as executor:

@@ -32,8 +32,7 @@ SUFFIX = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max
 
 
 @pytest.mark.parametrize(
-    ("given", "lookup"),
-    [(NGRAM, NgramLookup(3, 5)), (SUFFIX, NgramLookup(2, 24, AnswerLookup(24, 7, 0.1, 1.0)))],
+    ("given", "lookup"), [(NGRAM, NgramLookup(3, 5)), (SUFFIX, NgramLookup(2, 24, AnswerLookup(24, 7, 0.1, 1.0)))]
 )
 def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, lookup: NgramLookup) -> None:
     config = worker(write_model("llama3", tmp_path), given)

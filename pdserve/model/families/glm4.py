@@ -9,8 +9,7 @@ from pdserve.model.rope_config import read_rope
 def _read(fields: Fields) -> Design:
     layer = Sequential(
         SelfAttention(
-            read_rope(fields, default_share=0.5, interleaved=True),
-            qkv_bias=fields.flag("attention_bias", default=True),
+            read_rope(fields, default_share=0.5, interleaved=True), qkv_bias=fields.flag("attention_bias", default=True)
         ),
         swiglu(fields, fused=True),
         RmsNorm(fields.number("rms_norm_eps", 1.5625e-7)),

@@ -25,15 +25,7 @@ from pdserve.model.design import (
 )
 from pdserve.model.families.experts import num_chosen, num_experts, pass_over_training
 from pdserve.model.families.falcon_h1 import expanded, read_space
-from pdserve.model.families.reading import (
-    Family,
-    activation,
-    kinds_of_layers,
-    repeated,
-    require,
-    swiglu,
-    with_rope,
-)
+from pdserve.model.families.reading import Family, activation, kinds_of_layers, repeated, require, swiglu, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import NO_ROPE, read_rope
 

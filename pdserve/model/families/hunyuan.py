@@ -11,11 +11,7 @@ def _read(fields: Fields) -> Design:
     fields.optional_int("eod_token_id")
     eps, bias = fields.number("rms_norm_eps", 1e-5), fields.flag("attention_bias", default=False)
     norms = HeadNorms(eps, "query_layernorm", "key_layernorm", after_rope=True)
-    layer = Sequential(
-        SelfAttention(_rope(fields), bias, bias, norms),
-        swiglu(fields),
-        RmsNorm(eps),
-    )
+    layer = Sequential(SelfAttention(_rope(fields), bias, bias, norms), swiglu(fields), RmsNorm(eps))
     return Design(repeated(layer, fields), Head(layer.norm))
 
 

@@ -3,17 +3,7 @@
 from dataclasses import replace
 
 from pdserve.kernels.routing import Routing
-from pdserve.model.design import (
-    Around,
-    Design,
-    Experts,
-    GatedMlp,
-    Head,
-    HeadNorms,
-    RmsNorm,
-    SelfAttention,
-    Sequential,
-)
+from pdserve.model.design import Around, Design, Experts, GatedMlp, Head, HeadNorms, RmsNorm, SelfAttention, Sequential
 from pdserve.model.families.experts import num_chosen, num_experts, pass_over_training, with_experts
 from pdserve.model.families.reading import Family, kinds_of_layers, require
 from pdserve.model.fields import Fields

@@ -3,15 +3,7 @@
 OLMo 3 adds a window in three of four layers, where its rope is not scaled.
 """
 
-from pdserve.model.design import (
-    Around,
-    Design,
-    Head,
-    RmsNorm,
-    SelfAttention,
-    Sequential,
-    WideNorms,
-)
+from pdserve.model.design import Around, Design, Head, RmsNorm, SelfAttention, Sequential, WideNorms
 from pdserve.model.families.reading import Family, layers_by_window, repeated, swiglu, windows, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import RopeConfig, read_rope, read_ropes
