@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from long_cases import long
 
 from pdserve.kernels.cpu.build import CPU_INFO, FLAGS, NATIVE, SOURCES, Missing
 from pdserve.kernels.cpu.library import library
@@ -20,7 +21,7 @@ def loaded() -> ctypes.CDLL:
 PROCESSORS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "cooperlake")
 
 
-@pytest.fixture(scope="session", params=[pytest.param(each, marks=pytest.mark.long) for each in PROCESSORS])
+@pytest.fixture(scope="session", params=long(*PROCESSORS))
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Return the library as processors with less than AVX-512 BF16 and VNNI get it, but for the optimizing."""
     if NATIVE != "-march=native" or " avx2 " not in CPU_INFO.read_text():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference_kernels as reference
 import torch
+from long_cases import long
 from torch import Tensor
 
 from pdserve.kernels.cpu.attention import SPLIT, Chunks, PagedAttention, Rows, Scoring, serves, serves_chunks
@@ -103,7 +104,7 @@ def check_chunks(loaded: ctypes.CDLL, latents: Latents) -> None:
 
 
 ENDS = [end for _, end in SPANS]
-LARGE = [pytest.param(*case, 16, marks=pytest.mark.long) for case in (((512, 64), 4), ((64, 32), 128))]
+LARGE = long(*((*case, 16) for case in (((512, 64), 4), ((64, 32), 128))))
 SIZES = [(24, 8), (64, 32), (48, 16)]
 GRID = [
     *LARGE,
@@ -135,7 +136,7 @@ def test_as_many_heads_as_deepseek_v3_has_fit_on_a_stack(loaded: ctypes.CDLL) ->
         torch.testing.assert_close(out.double(), latents.expected(*cuts[0]), atol=2**-7, rtol=2**-7)
 
 
-@pytest.mark.parametrize(("sizes", "num_heads"), [((24, 8), 3), pytest.param((512, 64), 16, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("sizes", "num_heads"), [((24, 8), 3), *long(((512, 64), 16))])
 def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, sizes: tuple[int, int], num_heads: int) -> None:
     check_rows(narrow, Latents(sizes, num_heads, CONTEXTS, 16, torch.bfloat16))
     check_rows(narrow, Latents(sizes, num_heads, CONTEXTS, 16, torch.float32))

@@ -15,6 +15,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from greedy_runs import greedy_texts, spec
+from long_cases import long
 from model_zoo import prompt, write_model
 from scheduled import Scheduled, sequence_of
 from small_models import small_config, small_model
@@ -205,14 +206,7 @@ def test_pages_that_another_runner_wrote_go_on_as_own_ones(code: KvCode) -> None
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gemma2",
-        "gpt-oss",
-        *[pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "cohere2", "mixtral", "olmo3")],
-    ],
-)
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", *long("llama3", "cohere2", "mixtral", "olmo3")])
 def test_windows_soft_caps_and_sinks_are_served_so(tmp_path: Path, family: str, code: KvCode) -> None:
     checkpoint = open_directory(write_model(family, tmp_path))
     model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)

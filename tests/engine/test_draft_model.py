@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from long_cases import long
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.guesses import DraftsBy
@@ -86,7 +87,7 @@ class Timed:
     [
         (4000, 20, 0.002, False),
         (300, 100, STEP_S, True),
-        *(pytest.param(*case, False, marks=pytest.mark.long) for case in ((4000, 20, STEP_S), (300, 100, 0.002))),
+        *long(*((*case, False) for case in ((4000, 20, STEP_S), (300, 100, 0.002)))),
     ],
 )
 def test_a_draft_model_that_gains_nothing_takes_a_hundredth_of_the_time(
@@ -103,10 +104,7 @@ def test_a_draft_model_that_gains_nothing_takes_a_hundredth_of_the_time(
     assert (timed.num_guesses > 0) == has_guesses
 
 
-@pytest.mark.parametrize(
-    ("share", "least"),
-    [(0.0, 0.96), (0.8, 1.3), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0.3, 0.96), (0.6, 1.15)))],
-)
+@pytest.mark.parametrize(("share", "least"), [(0.0, 0.96), (0.8, 1.3), *long((0.3, 0.96), (0.6, 1.15))])
 def test_long_prompts_that_join_slow_the_other_sequences_down_by_less_than_guesses_gain(
     share: float, least: float
 ) -> None:

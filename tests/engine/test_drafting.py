@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
+from long_cases import long
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
 from small_models import small_config, small_model
@@ -172,14 +173,7 @@ def test_a_loaded_worker_tries_a_few_guesses_and_plans_ahead(model: Model) -> No
     assert 0 < bench.counts["guesses"] < 150
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gemma2",
-        "deepseek-v2",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt-oss", "llama4", "mixtral")),
-    ],
-)
+@pytest.mark.parametrize("family", ["gemma2", "deepseek-v2", *long("gpt-oss", "llama4", "mixtral")])
 def test_models_with_windows_latent_rows_and_experts_are_drafted_for(tmp_path: Path, family: str) -> None:
     target, draft = (_loaded(each, tmp_path / each) for each in (family, "llama3"))
     asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]

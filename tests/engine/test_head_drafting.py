@@ -23,6 +23,7 @@ from eagle3_heads import (
 from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
 from held_weights import held, read_all, scaled
 from knowing_heads import Knowing
+from long_cases import long
 from model_zoo import load_oracle, write_model
 from model_zoo import prompt as zoo_prompt
 from small_models import small_config, small_model
@@ -113,9 +114,7 @@ def right_head(model: Model, folder: Path, quantization: ChosenQuantization = "n
     return open_head(write_head(folder, config, head), model.config).load(model, quantization)
 
 
-@pytest.mark.parametrize(
-    "num_pages", [pytest.param(300, marks=pytest.mark.long), 14]
-)  # with 14, they preempt each other
+@pytest.mark.parametrize("num_pages", [*long(300), 14])  # with 14, they preempt each other
 @pytest.mark.parametrize("is_right", [True, False])
 def test_answers_are_those_without_a_head_in_tokens_ends_and_scores(
     model: Model, head: Eagle3Head, is_right: bool, num_pages: int
@@ -138,15 +137,7 @@ def test_answers_are_those_without_a_head_in_tokens_ends_and_scores(
         (torch.float32, "none"),
         (torch.float32, "int8"),
         (torch.bfloat16, "none"),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in (
-                (torch.float16, "none"),
-                (torch.bfloat16, "int8"),
-                (torch.bfloat16, "int4"),
-                (torch.float32, "int4"),
-            )
-        ),
+        *long((torch.float16, "none"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4"), (torch.float32, "int4")),
     ],
 )
 def test_a_head_that_can_be_right_is_right_with_penalties_noise_and_grammars(
@@ -261,10 +252,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return oracle_of("llama3", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gemma2", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2", "qwen3", "qwen3-moe", "gpt-oss"))],
-)
+@pytest.mark.parametrize("family", ["gemma2", *long("qwen2", "qwen3", "qwen3-moe", "gpt-oss")])
 def test_a_head_guesses_what_it_is_defined_to_guess_beside_each_family(tmp_path: Path, family: str) -> None:
     oracle = oracle_of(family, tmp_path, norm_before_residual=family == "qwen3")
     plain, bench = Bench(oracle.model, 200), Bench(oracle.model, 200, head=oracle.head)

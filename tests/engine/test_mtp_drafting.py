@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from guessing_bench import Bench, ids
+from long_cases import long
 from model_zoo import prompt as zoo_prompt
 from mtp_modules import MtpOracle, Naming, write_model_with_a_module_that_is_often_right, write_model_with_module
 
@@ -31,12 +32,7 @@ def loaded(folder: Path) -> tuple[Model, MtpHead]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        "deepseek-v3",
-        "qwen3.5",
-        *(pytest.param(f, marks=pytest.mark.long) for f in ("glm4-moe", "glm4-lite", "qwen3-next", "qwen3.5-moe")),
-    ],
+    "family", ["deepseek-v3", "qwen3.5", *long("glm4-moe", "glm4-lite", "qwen3-next", "qwen3.5-moe")]
 )
 def test_a_module_guesses_what_it_is_defined_to_guess(tmp_path: Path, family: str) -> None:
     model, head = loaded(write_model_with_module(family, tmp_path))
@@ -80,7 +76,7 @@ def test_answers_are_those_without_a_module(tmp_path: Path, family: str, num_pag
     assert bool(bench.scheduler.num_preemptions) == (num_pages < 20)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3.5", *long("qwen3-next")])
 def test_right_guesses_of_a_module_save_steps(tmp_path: Path, family: str) -> None:
     model, head = loaded(write_model_with_a_module_that_is_often_right(family, tmp_path))
     plain, bench = Bench(model, 200), Bench(model, 200, head=head)

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from long_cases import long
 from small_models import small_config, small_model
 
 from pdserve.base.errors import InvariantError
@@ -160,7 +161,7 @@ def test_short_floats_stay_close_to_float32(model: Model, dtype: torch.dtype) ->
     assert forced_logprob(small_model(CONFIG, dtype)) == pytest.approx(forced_logprob(model), abs=0.3)
 
 
-@pytest.mark.parametrize("page_size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 16)), 64])
+@pytest.mark.parametrize("page_size", [1, *long(4, 16), 64])
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 def test_neither_page_size_nor_chunking_changes_the_text(model: Model, page_size: int, chunk_tokens: int) -> None:
     prompts = [PROMPT, PROMPT[:1], PROMPT * 3]

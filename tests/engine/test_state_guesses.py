@@ -8,6 +8,7 @@ import pytest
 import torch
 from equal_states import ALONE
 from guessing_bench import REPEATED, Bench, Name, add_requests, assert_same_scores, ids
+from long_cases import long, long_but
 from model_zoo import STATES, write_model
 
 from pdserve.base.errors import InvariantError
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return small(tmp_path_factory.mktemp("model"), "qwen3.5")
 
 
-@pytest.fixture(params=["compiled", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.fixture(params=["compiled", *long("torch")])
 def _in_torch_or_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who computes states."""
     if request.param == "torch":
@@ -54,10 +55,8 @@ def served_again(bench: Bench, known: dict[Name, list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("_in_torch_or_compiled")
-@pytest.mark.parametrize(
-    "drafter", ["mostly_right", *[pytest.param(d, marks=pytest.mark.long) for d in ("right", "liar", "ngram")]]
-)
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "lfm2" else pytest.mark.long) for f in STATES])
+@pytest.mark.parametrize("drafter", ["mostly_right", *long("right", "liar", "ngram")])
+@pytest.mark.parametrize("family", long_but(("lfm2",), STATES))
 def test_answers_scores_and_cached_states_are_those_without_guesses(family: str, drafter: str, tmp_path: Path) -> None:
     model = small(tmp_path, family)
     plain = add_requests(Bench(model)).run()

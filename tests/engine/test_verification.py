@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from guessing_bench import DRAFTERS, END, MOST, REPEATED, VOCAB, Bench, Name, add_requests, assert_same_scores, ids
+from long_cases import long, long_but
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
 from small_models import small_config, small_model
@@ -24,13 +25,8 @@ def model() -> Model:
     return small_model(small_config(VOCAB, eos_token_id=END))
 
 
-@pytest.mark.parametrize(
-    ("drafter", "num_pages"),  # with 14, sequences preempt each other
-    [
-        *(pytest.param(drafter, 300, marks=() if drafter in ALWAYS else pytest.mark.long) for drafter in DRAFTERS),
-        *(pytest.param(drafter, 14, marks=() if drafter in ALWAYS else pytest.mark.long) for drafter in DRAFTERS),
-    ],
-)
+@pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other
+@pytest.mark.parametrize("drafter", long_but(ALWAYS, DRAFTERS))
 def test_answers_are_those_without_guesses_in_tokens_ends_and_scores(
     model: Model, drafter: str, num_pages: int
 ) -> None:
@@ -113,13 +109,7 @@ def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:
     assert bench.counts["ahead"] == 3
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gemma2",
-        *[pytest.param(family, marks=pytest.mark.long) for family in ("gpt-oss", "mixtral", "cohere2", "deepseek-v3")],
-    ],
-)
+@pytest.mark.parametrize("family", ["gemma2", *long("gpt-oss", "mixtral", "cohere2", "deepseek-v3")])
 def test_windows_sinks_experts_and_latents_are_served_with_guesses(tmp_path: Path, family: str) -> None:
     checkpoint = open_directory(write_model(family, tmp_path))
     loaded = load_model(checkpoint.config, checkpoint.weights(), torch.float32)

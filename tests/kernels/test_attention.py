@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_problem import Lens, Problem
+from long_cases import long, long_but
 
 from pdserve.kernels.attention import PagedAttention, StepSize
 from pdserve.kernels.tuning import Tile
@@ -21,10 +22,7 @@ SMALL = Tile(32, 32, 4, 2)  # many tile edges in few keys
 EXHAUSTIVE = os.environ.get("PDSERVE_KERNEL_GRID") == "full"
 HEADS = [(4, 4), (8, 2), (8, 1), (9, 3)]
 IN_EACH_RUN = [((4, 4), 16), ((8, 1), 128), ((9, 3), 16)]  # all of both
-HEADS_AND_PAGES = [
-    pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.long)
-    for case in itertools.product(HEADS, (16, 64, 128, 384))
-]
+HEADS_AND_PAGES = long_but(IN_EACH_RUN, itertools.product(HEADS, (16, 64, 128, 384)))
 HEAD_DIMS = [64, 80, 96, 128, 256]
 DEEPSEEK = (512, 64)  # features of a latent, and of the key that turns
 LATENTS_IN_EACH_RUN = [((24, 8), torch.float32), ((40, 8), torch.float16), ((256, 32), torch.bfloat16)]
@@ -109,7 +107,7 @@ def test_a_window_hides_older_keys(window: int) -> None:
     assert decode_error(make((4, 2), 64, 32, Lens((1, 1), (150, 90)), window=window)) <= 7.5e-3
 
 
-@pytest.mark.parametrize("kv_len", [2048, pytest.param(3001, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kv_len", [2048, *long(3001)])
 def test_keys_split_over_items_combine_to_the_whole(kv_len: int) -> None:
     case = make((8, 1), 64, 64, Lens((4, 1), (kv_len, 70)), has_sinks=True)
     attention = PagedAttention(case.spec, "cpu", tile=SMALL)
@@ -127,11 +125,7 @@ def latents(num_heads: int, widths: tuple[int, int], page_size: int, lens: Lens,
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "page_size"),
-    [
-        pytest.param(*case, marks=() if case == (16, 16) else pytest.mark.long)
-        for case in itertools.product((1, 16, 20, 128), (16, 64, 128))
-    ],
+    ("num_heads", "page_size"), long_but(((16, 16),), itertools.product((1, 16, 20, 128), (16, 64, 128)))
 )
 def test_latent_rows_are_keys_and_values_of_all_heads(num_heads: int, page_size: int) -> None:
     kv = edge_lens(page_size)
@@ -225,11 +219,7 @@ def test_coded_rows_go_with_windows_caps_and_sinks(code: str) -> None:
 
 @pytest.mark.parametrize("code", [pytest.param("int8", marks=LONG), "fp8_e4m3"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "page_size"),
-    [
-        ((9, 3), 80, 16),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (((4, 4), 64, 16), ((8, 1), 128, 64))),
-    ],
+    ("heads", "head_dim", "page_size"), [((9, 3), 80, 16), *long(((4, 4), 64, 16), ((8, 1), 128, 64))]
 )
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=LONG), pytest.param(torch.float16, marks=LONG)]

@@ -6,6 +6,7 @@ from itertools import product as pairs
 import pytest
 import torch
 from coded_matrices import coded_matrix
+from long_cases import long
 from torch import Tensor
 
 from pdserve.kernels.code_blocks import CodeBlocks, Kind
@@ -44,10 +45,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "group", "minimums", "rows"),
-    [
-        *((*form, ROWS) for form in FORMS),
-        *(pytest.param(*form, ALL_ROWS, marks=pytest.mark.long) for form in (*FORMS, *OTHER_FORMS)),
-    ],
+    [*((*form, ROWS) for form in FORMS), *long(*((*form, ALL_ROWS) for form in (*FORMS, *OTHER_FORMS)))],
 )
 def test_products_with_codes_are_those_with_their_weights(
     kind: Kind, group: int, rows: tuple[int, ...], *, minimums: bool
@@ -60,7 +58,7 @@ def test_products_with_codes_are_those_with_their_weights(
         assert error(product(x, weight), expected) < NEAR[torch.float32], (outputs, inputs, num_rows)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*long(torch.float16), torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp4", "fp8"])
 def test_codes_are_multiplied_with_inputs_of_16_bits_without_being_rounded(kind: Kind, dtype: torch.dtype) -> None:
     weight, values = coded_matrix(kind, (96, 192), 32)
@@ -80,11 +78,8 @@ def test_inputs_of_floats_need_not_fill_a_block(inputs: int) -> None:
     assert error(product(x, by_blocks), x.double() @ values.t()) < NEAR[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_sms", "splits"),
-    [(1, 4, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in ((20, 4, 4), (1, 1, 2)))],
-)
-@pytest.mark.parametrize("kind", ["int4", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_rows", "num_sms", "splits"), [(1, 4, 8), *long((20, 4, 4), (1, 1, 2))])
+@pytest.mark.parametrize("kind", ["int4", *long("fp8")])
 def test_parts_of_the_inputs_sum_to_the_whole_and_are_finished_once(
     kind: Kind, num_rows: int, num_sms: int, splits: int
 ) -> None:
@@ -117,10 +112,7 @@ def test_a_residual_joins_a_product_that_is_not_parted() -> None:
     assert error(product(x, weight, Finish(residual, 2.0)), expected) < NEAR[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("kind", "group"),
-    [("int8", 64), ("fp8", 0), *(pytest.param(*each, marks=pytest.mark.long) for each in (("int8", 0), ("fp8", 128)))],
-)
+@pytest.mark.parametrize(("kind", "group"), [("int8", 64), ("fp8", 0), *long(("int8", 0), ("fp8", 128))])
 def test_inputs_of_8_bits_are_multiplied_as_they_were_rounded(kind: Kind, group: int) -> None:
     for (outputs, inputs), num_rows in pairs(SHAPES, (1, 33)):
         weight, values = coded_matrix(kind, (outputs, inputs), group or inputs)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from long_cases import long_but
 
 from pdserve.kernels.tuning import Device, decode_tile, prefill_tile
 
@@ -68,7 +69,7 @@ def made(capability: int) -> list[Made]:
 
 def on(*capabilities: int) -> pytest.MarkDecorator:
     """Compile for Hopper in each run, for older and newer chips in `make test-long`."""
-    given = [pytest.param(each, marks=() if each == 90 else pytest.mark.long) for each in capabilities]
+    given = long_but((90,), capabilities)
     return pytest.mark.parametrize("capability", given)
 
 

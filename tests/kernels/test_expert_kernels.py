@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from long_cases import long
 from torch import Tensor
 
 from pdserve.kernels.experts import Added, Grouped, grouped_product, summed
@@ -49,7 +50,7 @@ def test_slots_are_in_the_order_of_experts_and_blocks_cover_each_once(
     [
         (1, 8, 2, torch.float32),
         (5, 4, 3, torch.bfloat16),
-        pytest.param(40, 8, 2, torch.float16, marks=pytest.mark.long),
+        *long((40, 8, 2, torch.float16)),
         (70, 3, 2, torch.float32),
         (150, 2, 1, torch.bfloat16),
     ],

@@ -5,6 +5,7 @@ import reference_kernels as reference
 import torch
 from coded_rows import hard_rows
 from gpu_problem import layer_views, write_pages
+from long_cases import long
 
 from pdserve.kernels import pageio
 from pdserve.kernels.kv_rows import KvRows
@@ -56,9 +57,7 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times zero, turned
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.float32, 64), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHER_ROWS)]
-)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), *long(*OTHER_ROWS)])
 def test_coded_rows_have_the_bytes_that_torch_writes(code: KvCode, dtype: torch.dtype, head_dim: int) -> None:
     rows, given = KvRows(head_dim, dtype, code), hard_rows(head_dim, dtype)[240:]
     k = (given + 0.0).view(-1, 2, head_dim)  # turning may change the sign of zero

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference_kernels as reference
 import torch
+from long_cases import long
 from reference_kernels import RowParams
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -64,7 +65,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*long(torch.float32), torch.bfloat16])
 def test_mixed_rows_draw_the_references_tokens(dtype: torch.dtype) -> None:
     logits = (torch.randn((len(FILTERS), VOCAB), generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     draw = draw_of(FILTERS, [3] * len(FILTERS))
@@ -267,12 +268,7 @@ def test_a_tiny_top_p_still_keeps_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        RowParams(),
-        pytest.param(RowParams(temperature=0.6, top_k=6, top_p=0.9), marks=pytest.mark.long),
-        pytest.param(RowParams(top_p=0.8, min_p=0.15), marks=pytest.mark.long),
-    ],
+    "row", [RowParams(), *long(RowParams(temperature=0.6, top_k=6, top_p=0.9), RowParams(top_p=0.8, min_p=0.15))]
 )
 def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:
     draws, logits = 125, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])

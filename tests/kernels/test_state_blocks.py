@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from kernel_catalog import of_tokens
 from launch_grids import Grids
+from long_cases import long
 from recurrences import GATES, drawn, expected, gated_by, layer, num_inputs
 
 from pdserve.kernels import states
@@ -67,9 +68,8 @@ def cases(kinds: Sequence[str]) -> list[object]:
     always = (("delta of two widths", torch.float32, FEW), ("space", torch.bfloat16, (66,)))
     return [
         *(pytest.param(*case) for case in always),
-        pytest.param("delta of 128", torch.float32, (66,), marks=pytest.mark.long),
-        pytest.param("space of 128", torch.bfloat16, (66,), marks=pytest.mark.long),
-        *(pytest.param(kind, dtype, MANY, marks=pytest.mark.long) for kind in kinds for dtype in CLOSE),
+        *long(("delta of 128", torch.float32, (66,)), ("space of 128", torch.bfloat16, (66,))),
+        *long(*((kind, dtype, MANY) for kind in kinds for dtype in CLOSE)),
     ]
 
 
@@ -87,8 +87,8 @@ def test_sequences_of_unlike_lengths_in_one_step_are_the_formulas(
 @pytest.mark.parametrize(
     ("kind", "cuts"),
     [
-        pytest.param("delta of two widths", (0, 64, SPAN + 4), marks=pytest.mark.long),
-        *(pytest.param(kind, (0, 70, 71, 90, 2 * SPAN, 2 * SPAN + 20), marks=pytest.mark.long) for kind in ALL_KINDS),
+        *long(("delta of two widths", (0, 64, SPAN + 4))),
+        *long(*((kind, (0, 70, 71, 90, 2 * SPAN, 2 * SPAN + 20)) for kind in ALL_KINDS)),
     ],
 )
 def test_a_chunk_goes_on_from_any_state_and_leaves_those_at_the_ends_of_pages(kind: str, cuts: Sequence[int]) -> None:
@@ -114,8 +114,8 @@ def test_a_chunk_goes_on_from_any_state_and_leaves_those_at_the_ends_of_pages(ki
     ("kind", "gates"),
     [
         ("delta of two widths", "both"), ("space", "both"),
-        pytest.param("delta of two widths", "alike", marks=pytest.mark.long),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in product(("delta of 64", "space of 64"), GATES)),
+        *long(("delta of two widths", "alike")),
+        *long(*product(("delta of 64", "space of 64"), GATES)),
     ],
 )  # fmt: skip
 def test_gates_of_any_strength_are_the_formulas(kind: str, gates: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_catalog import of_tokens
+from long_cases import long, long_but
 from recurrences import KINDS, drawn, expected, layer, num_inputs
 
 from pdserve.kernels.cpu.states import Recurrence
@@ -56,10 +57,7 @@ def computed(of: Recurrence, taken: list[torch.Tensor], size: int) -> list[torch
 ALWAYS = (("conv", torch.bfloat16),)  # test_state_blocks has the others
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long) for case in itertools.product(KINDS, CLOSE)],
-)
+@pytest.mark.parametrize(("kind", "dtype"), long_but(ALWAYS, itertools.product(KINDS, CLOSE)))
 def test_states_go_on_from_page_to_page_in_triton(kind: str, dtype: torch.dtype) -> None:
     of = layer(kind, dtype)
     taken = [drawn(length, num_inputs(of), seed=row).to(dtype) for row, length in enumerate(LENGTHS)]
@@ -69,7 +67,7 @@ def test_states_go_on_from_page_to_page_in_triton(kind: str, dtype: torch.dtype)
             torch.testing.assert_close(got.double(), expected(of, inputs), atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("kind", ["conv", pytest.param("delta", marks=pytest.mark.long), "space"])
+@pytest.mark.parametrize("kind", ["conv", *long("delta"), "space"])
 def test_a_step_whose_states_are_not_kept_changes_no_page(kind: str) -> None:
     of = layer(kind, torch.float32)
     pool = torch.zeros(2, of.kept_inputs + of.memory)
@@ -84,8 +82,8 @@ def test_a_step_whose_states_are_not_kept_changes_no_page(kind: str) -> None:
     assert pool.any(1).all()
 
 
-@pytest.mark.parametrize("num_final", [1, pytest.param(2, marks=pytest.mark.long), 4])
-@pytest.mark.parametrize("kind", ["conv", pytest.param("delta", marks=pytest.mark.long), "space"])
+@pytest.mark.parametrize("num_final", [1, *long(2), 4])
+@pytest.mark.parametrize("kind", ["conv", *long("delta"), "space"])
 def test_of_a_chain_the_state_behind_its_last_right_guess_is_kept_in_triton(kind: str, num_final: int) -> None:
     """Beside a sequence without guesses, with padding behind both, as a replayed step has it."""
     of, before = layer(kind, torch.float32), np.array([6, 3])

@@ -4,16 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from long_cases import long
 from mover_settings import Idle, Setting, setting_of
 from scripted_backend import Rig, scripted_rig
 
-
-def others(*names: str) -> list[object]:
-    """Return movers that make test-long alone tries."""
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
-(STAGED,) = others("staged")  # its ends and waits are the other collective mover's
+(STAGED,) = long("staged")  # its ends and waits are the other collective mover's
 
 
 @pytest.fixture(scope="package")
@@ -28,13 +23,13 @@ def idle() -> Iterator[Idle]:
 
 
 # Of each library one mover is in each run; test_movers_and_processes has the other two over TCP.
-@pytest.fixture(params=["loopback", "nixl-shm", *others("nixl-tcp", "driven-tcp"), "collective", STAGED])
+@pytest.fixture(params=["loopback", "nixl-shm", *long("nixl-tcp", "driven-tcp"), "collective", STAGED])
 def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
-@pytest.fixture(params=[*others("nixl-shm"), "nixl-tcp", "driven-tcp", *others("collective"), STAGED])
+@pytest.fixture(params=[*long("nixl-shm"), "nixl-tcp", "driven-tcp", *long("collective"), STAGED])
 def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from half_slice import MEETING
+from long_cases import long
 
 from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
@@ -47,7 +48,7 @@ def view() -> ByteRows:
     return np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["in place", "staged"])
+@pytest.fixture(params=[False, *long(True)], ids=["in place", "staged"])
 def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[Mover]:
     mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=request.param), lambda _: None)
     yield mover

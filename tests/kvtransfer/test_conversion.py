@@ -9,6 +9,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 import torch
+from long_cases import long, long_but
 from mover_settings import NUM_PAGES, PAGE_BYTES, Setting, Target, Writer, pages
 from scripted_backend import DESCRIPTION, SECOND, scripted_rig
 from scripted_backend import PAGE_BYTES as SLICE_PAGE_BYTES
@@ -110,12 +111,7 @@ def converting(setting: Setting, code: str) -> tuple[Writer, Target, Conversion]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "code"),
-    [
-        pytest.param(mover, code, marks=() if (mover, code) in ALWAYS else pytest.mark.long)
-        for mover, code in product(MOVERS, ("int8", "fp8_e4m3"))
-    ],
-    indirect=["setting"],
+    ("setting", "code"), long_but(ALWAYS, product(MOVERS, ("int8", "fp8_e4m3"))), indirect=["setting"]
 )
 def test_converted_pages_arrive_with_the_digests_of_what_arrived(setting: Setting, code: str) -> None:
     writer, target, conversion = converting(setting, code)
@@ -129,9 +125,7 @@ def test_converted_pages_arrive_with_the_digests_of_what_arrived(setting: Settin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "setting",
-    ["loopback", *(pytest.param(each, marks=pytest.mark.long) for each in MOVERS if each != "loopback")],
-    indirect=True,
+    "setting", ["loopback", *long(*(each for each in MOVERS if each != "loopback"))], indirect=True
 )
 def test_the_way_of_converted_pages_can_be_measured(setting: Setting) -> None:
     writer, target, _ = converting(setting, "int8")

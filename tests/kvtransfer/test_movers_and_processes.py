@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from long_cases import long
 from mover_settings import HANDOFF, NUM_PAGES, Setting, Target, Writer, pages
 
 pytestmark = pytest.mark.slow
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("nixl-shm", "driven-tcp", "collective", "staged")]
+OTHERS = long("nixl-shm", "driven-tcp", "collective", "staged")
 REMOTE = pytest.mark.parametrize("remote", ["nixl-tcp", *OTHERS], indirect=True)  # others in make test-long
 TCP = pytest.mark.parametrize("tcp", ["nixl-tcp", *OTHERS[1:]], indirect=True)
 SOON_S = 10.0  # a fraction of a second where nothing else runs; who waits for TCP to give up takes minutes

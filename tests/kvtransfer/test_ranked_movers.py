@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 from divided_pages import WAYS_TO_DIVIDE, Divided, by_heads, random_pages
+from long_cases import long
 from loopback import LoopbackBackend
 from mover_settings import HANDOFF, pages
 from ranked_movers import ranked_mover
@@ -74,7 +75,7 @@ class Making:
         return NixlBackend(me, region, Network(tcp_only=self.library.endswith("tcp")))
 
 
-@pytest.fixture(params=["loopback", "nixl", pytest.param("nixl-tcp", marks=pytest.mark.long)])
+@pytest.fixture(params=["loopback", "nixl", *long("nixl-tcp")])
 def making(request: pytest.FixtureRequest) -> Iterator[Making]:
     with ExitStack() as stack:
         yield Making(request.param, stack)
@@ -97,9 +98,7 @@ def test_pages_that_are_divided_one_way_arrive_divided_another_way(making: Makin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "target"), [*(pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS[:2]), *PAIRS[2:4]]
-)
+@pytest.mark.parametrize(("source", "target"), [*long(*PAIRS[:2]), *PAIRS[2:4]])
 def test_probes_of_divided_pages_write_as_copies_do_and_to_no_page(making: Making, source: str, target: str) -> None:
     ours, theirs = making.worker("p", source, 1), making.worker("d", target, 2)
     before, written = theirs.pages.whole(), random_pages(1)

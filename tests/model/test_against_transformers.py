@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from long_cases import long
 from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from whole_attention import torch_attention
@@ -74,10 +75,7 @@ def test_logits_of_every_position_are_those_of_transformers(pair: Pair) -> None:
     torch.testing.assert_close(ours, pair.oracle(torch.tensor([prompt])).logits[0], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "chunk_tokens",
-    [*(pytest.param(PAGE_SIZE + more, marks=pytest.mark.long) for more in (-1, 0)), PAGE_SIZE + 1, 10**6],
-)
+@pytest.mark.parametrize("chunk_tokens", [*long(*(PAGE_SIZE + more for more in (-1, 0))), PAGE_SIZE + 1, 10**6])
 def test_a_ragged_batch_draws_the_greedy_tokens_of_transformers(pair: Pair, chunk_tokens: int) -> None:
     prompts = prompts_of(1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE, 140, 140, 300)
     answers = greedy_texts(Runner(pair.model, NUM_PAGES, PAGE_SIZE), prompts, NUM_TOKENS, chunk_tokens)

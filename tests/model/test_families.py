@@ -13,6 +13,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
+from long_cases import long_but
 from model_zoo import IN_TILES, IN_TORCH, MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from noted_programs import has_bfloat16_products, note_program_rows
 from safetensors.torch import load_file, save_file
@@ -56,7 +57,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
 CPU = torch.device("cpu")
-ALIKE = ("deepseek-v2", "deepseek-v2-groups", "glm4-lite", "granite-moe", "ministral3")  # others make the same calls
+ALIKE = {"deepseek-v2", "deepseek-v2-groups", "glm4-lite", "granite-moe", "ministral3"}  # others make the same calls
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +151,7 @@ def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("int8", torch.float32), ("none", torch.bfloat16)])
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.long) if each in ALIKE else each for each in MORE_FAMILIES]
-)
+@pytest.mark.parametrize("family", long_but(MORE_FAMILIES.keys() - ALIKE, MORE_FAMILIES))
 def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     family: str,
     form: ChosenQuantization,

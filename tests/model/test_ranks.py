@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from greedy_runs import greedy_texts
+from long_cases import long_but
 from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt, write_model
 from noted_programs import has_bfloat16_products, note_program_rows
 from numpy import frombuffer
@@ -239,9 +240,7 @@ def test_decode_programs_of_pipeline_stages_give_the_tokens_of_one_rank(
     assert found == texts(checkpoint.config, in_groups, 1)
 
 
-@pytest.mark.parametrize(
-    "family", [each if each in PLAIN else pytest.param(each, marks=pytest.mark.long) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", long_but(PLAIN, FAMILIES))
 def test_decode_programs_of_ranks_compute_what_one_operation_after_the_other_does(
     opened: Callable[..., Checkpoint], family: str, monkeypatch: pytest.MonkeyPatch, program_rows: list[int]
 ) -> None:

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from greedy_runs import BEST_TWO, Text, continued, greedy_texts, spec
+from long_cases import long
 from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
 from noted_programs import has_bfloat16_products, note_program_rows
 from thread_ranks import PAGE_SIZE, thread_ranks
@@ -92,7 +93,7 @@ def assert_ranks_are_as_one(
         ("gpt-oss", TWO, {}),
     ],
 )
-@pytest.mark.parametrize("code", [pytest.param("int8", marks=pytest.mark.long), "fp8_e4m3"])
+@pytest.mark.parametrize("code", [*long("int8"), "fp8_e4m3"])
 def test_ranks_draw_the_tokens_of_one_rank_over_coded_rows(
     opened: Callable[..., Checkpoint], family: str, degrees: Degrees, shape: dict[str, int], code: KvCode
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_cases import long, long_but
 from model_zoo import STATES, VOCAB, first_disagreement, load_oracle, prompt, write_model
 from spoilt_pages import CHUNK, Engine
 from transformers import PreTrainedModel
@@ -59,13 +60,11 @@ def loaded(folder: Path) -> tuple[Model, PreTrainedModel]:
     return load_model(config, open_directory(folder).weights(), torch.float32), load_oracle(folder)
 
 
-of_families = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in WITH_WINDOWS]
-)
+of_families = pytest.mark.parametrize("family", long_but(ALWAYS, WITH_WINDOWS))
 
 
 @of_families
-@pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("page_size", [16, *long(32)])
 def test_tokens_are_those_of_transformers_however_few_pages_there_are(folder: Path, page_size: int) -> None:
     """Pages that have left windows are written over; sequences are preempted; prefixes are found again."""
     model, oracle = loaded(folder)
@@ -81,7 +80,7 @@ def test_tokens_are_those_of_transformers_however_few_pages_there_are(folder: Pa
         assert first_disagreement(oracle, token_ids, engine.tokens[number]) is None
 
 
-@pytest.mark.parametrize("family", [pytest.param("gemma2", marks=pytest.mark.long), "gemma3"])
+@pytest.mark.parametrize("family", [*long("gemma2"), "gemma3"])
 def test_a_prompt_fits_that_would_not_with_all_pages_of_its_windows(folder: Path) -> None:
     """Its pages leave the window between chunks; it is preempted in its middle, and found in the cache afterwards."""
     model, oracle = loaded(folder)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from greedy_runs import greedy_texts
+from long_cases import long
 from model_zoo import prompt, write_model
 from published_formats import published, write_in_mxfp4
 from safetensors.torch import load_file, save_file
@@ -51,12 +52,14 @@ def texts_in_torch(model: Decoder) -> list[list[int]]:
     ("case", "kind", "has_minimums"),
     [
         ("awq", "int4", True),
-        pytest.param("words", "int4", False, marks=pytest.mark.long),
-        pytest.param("gptq, order of activations", "int4", True, marks=pytest.mark.long),
-        pytest.param("gptq, 8 bits", "int8", True, marks=pytest.mark.long),
-        pytest.param("int8", "int8", False, marks=pytest.mark.long),
-        pytest.param("fp8 of outputs", "fp8", False, marks=pytest.mark.long),
-        pytest.param("fp8 of large blocks", "fp8", False, marks=pytest.mark.long),
+        *long(
+            ("words", "int4", False),
+            ("gptq, order of activations", "int4", True),
+            ("gptq, 8 bits", "int8", True),
+            ("int8", "int8", False),
+            ("fp8 of outputs", "fp8", False),
+            ("fp8 of large blocks", "fp8", False),
+        ),
     ],
 )
 def test_a_model_of_codes_draws_the_tokens_of_its_weights(

@@ -7,6 +7,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from divided_pages import HEADS, WHOLE, Divided, by_heads, by_layers, copies, random_pages
+from long_cases import long
 from loopback import loopback_mover
 
 from pdserve.base.errors import InvariantError
@@ -48,7 +49,7 @@ def test_digests_are_what_the_kernels_reference_says_as_numbers_without_a_sign()
     assert device_region(pages).digests(SRC) == tuple(digest % 2**64 for digest in wanted)
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 4))])
+@pytest.mark.parametrize("num_ranks", [2, *long(1, 3, 4)])
 def test_digests_of_the_parts_of_ranks_add_up_to_that_of_the_whole_page(num_ranks: int) -> None:
     pages = random_pages(12)
     divided = Divided.of(pages, by_heads(num_ranks))
@@ -59,7 +60,7 @@ def test_digests_of_the_parts_of_ranks_add_up_to_that_of_the_whole_page(num_rank
     assert [region.share for region in regions] == list(divided.shares)
 
 
-@pytest.mark.parametrize("num_copies", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_copies", [2, *long(3)])
 def test_ranks_that_hold_the_same_send_parts_whose_digests_add_up(num_copies: int) -> None:
     pages, shares = random_pages(12), copies(num_copies, by_heads(HEADS))
     parts = zip(Divided.of(pages, shares).parts, shares, strict=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import spec
+from long_cases import long_but
 from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
@@ -81,18 +82,11 @@ SHAPES: dict[str, dict[str, int]] = {
     **{each: {"sliding_window": 8} for each in WITH_WINDOWS},
 }
 
-# Those whose kernels get something that no other test gives them.
+# Those whose kernels get something that no other test gives them; the kernels do not have Llama 4.
 ALWAYS = ("deepseek-v3", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long)
-        for each in MORE_FAMILIES
-        if each != "llama4"  # which the kernels do not have
-    ],
-)
+@pytest.mark.parametrize("family", long_but(ALWAYS, [each for each in MORE_FAMILIES if each != "llama4"]))
 def test_logits_over_kernels_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:
     folder = write_model(family, tmp_path, **SHAPES.get(family, {"num_hidden_layers": 1}))
     expected = logits_of(built(folder, TorchOps()), with_triton=False)

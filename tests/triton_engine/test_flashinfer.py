@@ -17,6 +17,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 from held_weights import scaled
+from long_cases import long
 from torch import Tensor
 
 from pdserve.engine.attention_flashinfer import FlashInferPrompts, why_not
@@ -116,7 +117,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("window", [None, 1, 40])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *long(torch.float16)])
 def test_results_that_are_the_kernels_are_taken(window: int | None, dtype: torch.dtype) -> None:
     spec = AttentionSpec(6, 2, 32, PAGE_SIZE, 1, 0.3, dtype, window)
     assert why_not([spec], CPU) == ""

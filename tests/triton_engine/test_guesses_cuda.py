@@ -9,6 +9,7 @@ import pytest
 import torch
 from guessing_bench import END, PAGE_SIZE, REPEATED, Bench, Name, ids
 from kernel_bench import GREEDY, LISTED, PENALIZED, KernelBench, answered, answered_mixed, assert_same, one_layer
+from long_cases import long
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
 from torch import Tensor
@@ -42,7 +43,7 @@ def test_kernels_sample_with_right_and_wrong_guesses_what_a_cpu_samples_without(
     assert bench.counts["steps"] < plain.counts["steps"]
 
 
-@pytest.mark.parametrize("penalty", [pytest.param(1.0, marks=pytest.mark.long), 1.1])
+@pytest.mark.parametrize("penalty", [*long(1.0), 1.1])
 def test_kernels_take_fewer_steps_where_a_text_repeats_also_with_penalties(model: Model, penalty: float) -> None:
     bias = ((REPEATED[0], 100.0),)
     params = replace(GREEDY, max_tokens=16, logit_bias=bias, repetition_penalty=penalty, frequency_penalty=penalty - 1)

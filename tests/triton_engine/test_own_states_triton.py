@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from equal_states import SHAPES
 from guesses_of_ranks import ALONE, DEVICES, FEW, OWN, SMALL, assert_guesses_change_no_token, found
+from long_cases import long_but
 from model_zoo import STATES, prompt, write_model
 from mtp_modules import write_model_with_module
 
@@ -18,7 +19,7 @@ VARIED = [  # some guesses of which are wrong
 
 
 @pytest.mark.parametrize("settings", [ALONE, DEVICES], ids=("one rank", "two"))
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "lfm2" else pytest.mark.long) for f in STATES])
+@pytest.mark.parametrize("family", long_but(("lfm2",), STATES))
 def test_parts_of_states_on_devices_change_no_token(family: str, settings: dict[str, object], tmp_path: Path) -> None:
     folder = write_model(family, tmp_path, **SHAPES[family])
     whole = found(folder, ASKED)

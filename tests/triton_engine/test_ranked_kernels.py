@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from long_cases import long
 from model_zoo import prompt, write_model
 from turned_ranks import turned_ranks
 
@@ -31,13 +32,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("family", "size", "shape"),
     [
         ("llama3", 2, {**NINE_HEADS, "num_hidden_layers": 1}),  # one KV head, and two
-        pytest.param("qwen3-moe", 2, {}, marks=pytest.mark.long),  # experts are multiplied in groups
-        pytest.param("llama3", 3, NINE_HEADS, marks=pytest.mark.long),
-        pytest.param("qwen2", 2, {}, marks=pytest.mark.long),  # biases
-        pytest.param("qwen2-moe", 2, {}, marks=pytest.mark.long),  # a shared expert with a gate
-        pytest.param("olmo2", 2, {}, marks=pytest.mark.long),  # norms over the heads of all ranks
-        pytest.param("mixtral", 2, {}, marks=pytest.mark.long),
-        pytest.param("phi", 2, {}, marks=pytest.mark.long),
+        *long(
+            ("qwen3-moe", 2, {}),  # experts are multiplied in groups
+            ("llama3", 3, NINE_HEADS),
+            ("qwen2", 2, {}),  # biases
+            ("qwen2-moe", 2, {}),  # a shared expert with a gate
+            ("olmo2", 2, {}),  # norms over the heads of all ranks
+            ("mixtral", 2, {}),
+            ("phi", 2, {}),
+        ),
     ],
 )
 def test_ranks_over_kernels_draw_the_tokens_of_one_rank_in_torch(

@@ -8,6 +8,7 @@ import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import scaled
 from launch_grids import Grids
+from long_cases import long, long_but
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
@@ -69,10 +70,7 @@ MODELS = {**FAMILIES, SMALLEST: {**FAMILIES["qwen3"], "num_hidden_layers": 1}}
 IN_EACH_RUN = "llama3"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == IN_EACH_RUN else pytest.mark.long) for name in FAMILIES],
-)
+@pytest.fixture(scope="module", params=long_but((IN_EACH_RUN,), FAMILIES))
 def model(request: pytest.FixtureRequest) -> Model:
     return load(request.param)
 
@@ -131,9 +129,7 @@ def logits_with_triton(model: Model, kv: Tensor, plan: StepPlan, room: int) -> T
     "chunks",
     [pytest.param(chunks, id=name, marks=() if name in ALWAYS else pytest.mark.long) for name, chunks in STEPS.items()],
 )
-@pytest.mark.parametrize(
-    "left_behind", [pytest.param(0.0, marks=pytest.mark.long), math.nan, pytest.param(math.inf, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("left_behind", [*long(0.0), math.nan, *long(math.inf)])
 @torch.inference_mode()
 def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
     model: Model, chunks: tuple[Chunk, ...], left_behind: float

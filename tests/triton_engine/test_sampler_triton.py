@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from listed_answers import Listed
+from long_cases import long
 from torch import Tensor
 
 from pdserve.engine.masks import token_masks
@@ -51,7 +52,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*long(torch.float32), torch.bfloat16])
 def test_mixed_filters_draw_the_cpu_samplers_tokens(dtype: torch.dtype) -> None:
     specs = [spec_of(index, params) for index, params in enumerate(FILTERS)]
     logits = logits_of(len(specs), dtype)

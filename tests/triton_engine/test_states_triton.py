@@ -14,6 +14,7 @@ from greedy_runs import greedy_texts, spec
 from guessing_bench import Bench, ids
 from kernel_bench import GREEDY, KernelBench, answered, assert_same
 from launch_grids import Grids
+from long_cases import long, long_but
 from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
 from spoilt_pages import LIMITS, Engine
 from torch import Tensor
@@ -48,17 +49,14 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
     return load_model(config, open_directory(folder).weights(), dtype)
 
 
-of_families = pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each == "qwen3-next" else pytest.mark.long) for each in STATES]
-)
+of_families = pytest.mark.parametrize("family", long_but(("qwen3-next",), STATES))
 
 
 @pytest.mark.parametrize(
     ("family", "min_blocked"),
-    [
-        pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.long)
-        for case in [*itertools.product(WITH_HEADS, (8, MIN_BLOCKED)), *((each, MIN_BLOCKED) for each in CONVOLVED)]
-    ],
+    long_but(
+        IN_EACH_RUN, [*itertools.product(WITH_HEADS, (8, MIN_BLOCKED)), *((each, MIN_BLOCKED) for each in CONVOLVED)]
+    ),
 )
 def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(
     family: str, min_blocked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +85,8 @@ def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(
             assert first_disagreement(oracle, token_ids, tokens[number]) is None
 
 
-@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.long) for each in WITH_HEADS])
+@pytest.mark.long
+@pytest.mark.parametrize("family", WITH_HEADS)
 def test_long_prompts_are_computed_in_full_blocks_and_give_the_tokens_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +103,7 @@ def test_long_prompts_are_computed_in_full_blocks_and_give_the_tokens_of_transfo
     assert max(num_blocks for num_blocks, _ in grids.seen) >= 4
 
 
-@pytest.mark.parametrize("family", [pytest.param("falcon-h1", marks=pytest.mark.long), "lfm2"])
+@pytest.mark.parametrize("family", [*long("falcon-h1"), "lfm2"])
 def test_a_launch_that_fails_behind_its_layers_advances_no_state(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,9 +149,7 @@ def test_a_state_that_is_not_kept_on_a_gpu_is_noticed(tmp_path: Path, monkeypatc
     assert first_disagreement(load_oracle(folder), prompt(9), answer) is not None
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.long) for each in STATES]
-)
+@pytest.mark.parametrize("family", long_but(("lfm2",), STATES))
 def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> None:
     model, params = loaded(write_model(family, tmp_path, **ALONE[family])), replace(GREEDY, max_tokens=16)
     plain = answered(Bench(model, 60), params)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from listed_answers import Listed
+from long_cases import long
 from small_models import small_config, small_model
 
 from pdserve.base.ids import Attempt, RequestId
@@ -110,7 +111,7 @@ PENALTIES = (
 )
 
 
-@pytest.mark.parametrize("num_pages", [pytest.param(40, marks=pytest.mark.long), 5])
+@pytest.mark.parametrize("num_pages", [*long(40), 5])
 def test_penalties_draw_the_cpus_tokens_without_a_step_that_waits(model: Model, num_pages: int) -> None:
     """With 5 pages sequences preempt each other, and what they computed is computed again."""
     ours, theirs = benches(model, num_pages)

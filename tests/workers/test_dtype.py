@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_cases import long
 from model_zoo import write_model
 from published_formats import published
 from pydantic import ValidationError
@@ -195,8 +196,8 @@ def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
         ("int8", "8 of 8", "8 of 8"),
         ("words", "8 of 8", None),
         ("gptq", "8 of 8", None),
-        pytest.param("gptq, 8 bits", "8 of 8", None, marks=pytest.mark.long),  # it has minimums
-        pytest.param("awq", "8 of 8", None, marks=pytest.mark.long),
+        *long(("gptq, 8 bits", "8 of 8", None)),  # it has minimums
+        *long(("awq", "8 of 8", None)),
         ("fp8 of outputs", None, "8 of 8"),
         ("int4", "8 of 8", None),  # whose head has 8 bits
         (None, None, None),

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 from handoff_bytes import LENGTHS, MODELS, Model, layout_bytes, table
+from long_cases import long
 
 from pdserve.protocol.paging import PageOrder
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize(
-    "lengths", [LENGTHS[:2], pytest.param(LENGTHS[2:], marks=pytest.mark.long)], ids=["short", "long"]
-)
+@pytest.mark.parametrize("lengths", [LENGTHS[:2], *long(LENGTHS[2:])], ids=["short", "long"])
 def test_the_table_has_what_two_workers_send_of_each_model(lengths: tuple[int, ...]) -> None:
     lines = list(table(lengths))
     assert lines

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from eagle3_heads import random_head_beside
 from engine_answers import GREEDY, Guessed, all_guessed, guessed
+from long_cases import long
 from model_zoo import prompt, write_model
 from mtp_modules import write_model_with_a_module_that_is_often_right, write_model_with_module
 from published_formats import published
@@ -54,13 +55,10 @@ def guesses_of(
     ("family", "num_ranks", "shape"),
     [
         ("llama3", 2, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                *((family, 2, {}) for family in FAMILIES[1:]),
-                ("llama3", 4, {}),
-                ("llama3", 2, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
-            )
+        *long(
+            *((family, 2, {}) for family in FAMILIES[1:]),
+            ("llama3", 4, {}),
+            ("llama3", 2, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
         ),
     ],
 )

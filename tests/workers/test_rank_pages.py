@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from engine_runs import Asked, answers, engine_of, worker_config
+from long_cases import long
 from model_zoo import UNEVEN, prompt, write_model
 from rank_pages import ranks
 
@@ -19,13 +20,9 @@ AGAIN: list[Asked] = [([*prompt(250, 1), 7, 8], GREEDY)]  # behind pages that ar
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        pytest.param("gemma3", 2, marks=pytest.mark.long),
         ("gpt-oss", 2),
-        pytest.param("deepseek-v3", 2, marks=pytest.mark.long),
-        pytest.param("llama3", 4, marks=pytest.mark.long),  # of two KV heads
-        pytest.param("gemma3", 4, marks=pytest.mark.long),
-        pytest.param("deepseek-v2", 2, marks=pytest.mark.long),
-        pytest.param("glm4-lite", 2, marks=pytest.mark.long),
+        *long(("gemma3", 2), ("gemma3", 4), ("deepseek-v2", 2), ("deepseek-v3", 2), ("glm4-lite", 2)),
+        *long(("llama3", 4)),  # of two KV heads
     ],
 )
 def test_ranks_with_memory_of_their_own_draw_the_tokens_of_one_rank_that_has_all(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engine_runs import engine_of, tokens_of
 from greedy_runs import spec
+from long_cases import long, long_but
 from looking import until
 from model_zoo import write_model
 from rank_pages import pages_of, ranks, whole_page
@@ -37,7 +38,7 @@ from pdserve.worker.boot import build_engine, open_model
 from pdserve.worker.server import ending_on_broken_device
 
 TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
-BY = (TENSOR, pytest.param(PIPELINE, marks=pytest.mark.long))
+BY = (TENSOR, *long(PIPELINE))
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WHOLE = Share((0, 2), (0, 4))
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
@@ -85,11 +86,7 @@ def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "memory"),
-    [
-        pytest.param(*case, marks=() if case in ((TENSOR, "own"), (PIPELINE, "shared")) else pytest.mark.long)
-        for case in product((TENSOR, PIPELINE), ("shared", "own"))
-    ],
+    ("by", "memory"), long_but(((TENSOR, "own"), (PIPELINE, "shared")), product((TENSOR, PIPELINE), ("shared", "own")))
 )
 def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path, by: str, memory: str) -> None:
     found, vectors, scored, guessed = [], [], [], []
@@ -132,10 +129,7 @@ def test_the_memory_of_the_pages_of_each_rank_is_taken_while_the_worker_serves(
         until(lambda: rank.memory_info().rss - before > 0.9 * num_bytes)
 
 
-@pytest.mark.parametrize(
-    ("by", "has_library"),
-    [(TENSOR, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((TENSOR, False), (PIPELINE, True)))],
-)
+@pytest.mark.parametrize(("by", "has_library"), [(TENSOR, True), *long((TENSOR, False), (PIPELINE, True))])
 def test_a_step_that_fails_where_others_wait_is_a_broken_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, has_library: bool
 ) -> None:
@@ -164,10 +158,8 @@ def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path, by: str) -
     assert tokens_of(result)[0] == tokens_of(alone)[0]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3.5", *(pytest.param(each, marks=pytest.mark.long) for each in ("lfm2", "falcon-h1"))]
-)
-@pytest.mark.parametrize("has_library", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["qwen3.5", *long("lfm2", "falcon-h1")])
+@pytest.mark.parametrize("has_library", [True, *long(False)])
 def test_two_ranks_keep_the_states_of_one_also_behind_a_step_that_fails_and_behind_wrong_guesses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, has_library: bool
 ) -> None:
@@ -387,7 +379,7 @@ def test_a_rank_that_does_not_load_ends_the_worker(tmp_path: Path, monkeypatch: 
         pass
 
 
-@pytest.mark.parametrize("first_has_library", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first_has_library", [True, *long(False)])
 def test_ranks_of_which_one_alone_has_the_compiled_library_do_not_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_has_library: bool
 ) -> None:
