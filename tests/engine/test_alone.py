@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from held_weights import scaled
+from loaded_models import loaded_model
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.offline import LoneEngine
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
@@ -50,8 +50,7 @@ def test_coded_rows_are_tied_where_rows_as_computed_are_not(code: KvCode) -> Non
 
 @pytest.mark.parametrize("family", ["gemma2", "lfm2"])
 def test_models_with_windows_and_with_states_answer_as_transformers_do(tmp_path: Path, family: str) -> None:
-    checkpoint = open_directory(write_model(family, tmp_path))
-    lone = LoneEngine(load_model(checkpoint.config, checkpoint.weights(), torch.float32), (), 330)
+    lone = LoneEngine(loaded_model(write_model(family, tmp_path)), (), 330)
     (answer,) = lone.answer(prompt(310), replace(GREEDY, max_tokens=20)).values()
     assert first_disagreement(load_oracle(tmp_path), prompt(310), list(answer)) is None
 

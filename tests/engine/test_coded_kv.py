@@ -15,6 +15,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from greedy_runs import greedy_texts, spec
+from loaded_models import loaded_model
 from long_cases import long
 from model_zoo import prompt, write_model
 from scheduled import Scheduled, sequence_of
@@ -22,7 +23,6 @@ from small_models import small_config, small_model
 from torch import Tensor
 
 from pdserve.base.ids import PageId
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine import runner as runner_module
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
@@ -35,7 +35,6 @@ from pdserve.executor.layouts import describe_layout
 from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.model.rope import rotate_
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import PrefixHasher
@@ -208,8 +207,7 @@ def test_pages_that_another_runner_wrote_go_on_as_own_ones(code: KvCode) -> None
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", *long("llama3", "cohere2", "mixtral", "olmo3")])
 def test_windows_soft_caps_and_sinks_are_served_so(tmp_path: Path, family: str, code: KvCode) -> None:
-    checkpoint = open_directory(write_model(family, tmp_path))
-    model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    model = loaded_model(write_model(family, tmp_path))
     asked = [prompt(length) for length in (9, 130)]
     wanted = [plain_answer(model, code, each, 6) for each in asked]
     assert greedy_texts(Runner(model, 40, 16, code=code), asked, 6, 25) == wanted

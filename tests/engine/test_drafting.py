@@ -6,18 +6,16 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
+from loaded_models import loaded_model
 from long_cases import long
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
 from small_models import small_config, small_model
 
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.engine.verification import Run
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
 from pdserve.protocol.sampling import SamplingParams
 
@@ -175,7 +173,7 @@ def test_a_loaded_worker_tries_a_few_guesses_and_plans_ahead(model: Model) -> No
 
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v2", *long("gpt-oss", "llama4", "mixtral")])
 def test_models_with_windows_latent_rows_and_experts_are_drafted_for(tmp_path: Path, family: str) -> None:
-    target, draft = (_loaded(each, tmp_path / each) for each in (family, "llama3"))
+    target, draft = (loaded_model(write_model(each, tmp_path / each)) for each in (family, "llama3"))
     asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]
     plain, bench = Bench(target, 200), Bench(target, 200, draft=draft)
     for each in (plain, bench):
@@ -184,8 +182,3 @@ def test_models_with_windows_latent_rows_and_experts_are_drafted_for(tmp_path: P
         each.run()
     assert ids(bench.answers) == ids(plain.answers)
     assert bench.counts["guesses"] > 0
-
-
-def _loaded(family: str, folder: Path) -> Model:
-    checkpoint = open_directory(write_model(family, folder))
-    return load_model(checkpoint.config, checkpoint.weights(), torch.float32)

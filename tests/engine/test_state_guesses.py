@@ -5,29 +5,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from equal_states import ALONE
 from guessing_bench import REPEATED, Bench, Name, add_requests, assert_same_scores, ids
+from loaded_models import loaded_model
 from long_cases import long, long_but
 from model_zoo import STATES, write_model
 
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.batch import Batch, Ints, PoolShape
 from pdserve.engine.states import States
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan
 from pdserve.engine.verification import num_kept
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 def small(folder: Path, family: str) -> Model:
-    checkpoint = open_directory(write_model(family, folder, **ALONE[family]))
-    return load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    return loaded_model(write_model(family, folder, **ALONE[family]))
 
 
 @pytest.fixture(scope="module")

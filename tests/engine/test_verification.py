@@ -4,16 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from guessing_bench import DRAFTERS, END, MOST, REPEATED, VOCAB, Bench, Name, add_requests, assert_same_scores, ids
+from loaded_models import loaded_model
 from long_cases import long, long_but
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
 from small_models import small_config, small_model
 
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.protocol.drafts import DraftSource, Verified
 from pdserve.protocol.sampling import SamplingParams
 
@@ -111,8 +109,7 @@ def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", *long("gpt-oss", "mixtral", "cohere2", "deepseek-v3")])
 def test_windows_sinks_experts_and_latents_are_served_with_guesses(tmp_path: Path, family: str) -> None:
-    checkpoint = open_directory(write_model(family, tmp_path))
-    loaded = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    loaded = loaded_model(write_model(family, tmp_path))
     asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     plain, known = Bench(loaded, 200), dict[Name, list[int]]()

@@ -1,6 +1,5 @@
 """In float32 a model computes what transformers computes, however its tokens are batched and chunked."""
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,22 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from loaded_models import loaded_model
 from long_cases import long
 from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from whole_attention import torch_attention
 
 from pdserve.base.ids import Attempt, RequestId
-from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.engine import sampler
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Scored, Sequence
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SamplingParams, TokenLogprobs
@@ -56,8 +53,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_smollm2_shape(folder)
     else:
         write_model(request.param, folder)
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return Pair(load_oracle(folder), load_model(config, read_weights(folder), torch.float32))
+    return Pair(load_oracle(folder), loaded_model(folder))
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

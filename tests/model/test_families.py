@@ -1,6 +1,5 @@
 """Each family computes in float32 what transformers computes; and each of its own variations, left out, is noticed."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -74,7 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def config_of(folder: Path) -> ModelConfig:
-    return ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    return open_directory(folder).config
 
 
 def weights_of(folder: Path) -> Weights:

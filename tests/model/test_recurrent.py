@@ -1,12 +1,12 @@
 """Layers with a state: many tokens at once leave what they leave one by one, and a step that fails leaves nothing."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from loaded_models import loaded_model
 from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> ModelConfig:
-    return ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    return open_directory(folder).config
 
 
 @pytest.fixture
@@ -193,8 +193,7 @@ def test_in_bfloat16_logits_are_as_far_from_those_of_float32_as_those_of_transfo
     family: str, tmp_path: Path
 ) -> None:
     folder = write_model(family, tmp_path)
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    model, oracle = load_model(config, open_directory(folder).weights(), torch.bfloat16), load_oracle(folder)
+    model, oracle = loaded_model(folder, torch.bfloat16), load_oracle(folder)
     text = prompt(150)
     exact = oracle(torch.tensor([text])).logits[0]
     theirs = oracle.bfloat16()(torch.tensor([text])).logits[0].float()

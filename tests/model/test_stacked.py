@@ -1,6 +1,5 @@
 """Experts that a checkpoint holds in a few tensors are read one by one, as matrices of their own."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -283,7 +282,7 @@ def test_the_bytes_that_experts_in_mxfp4_take_are_estimated_as_products_hold_the
 def test_experts_of_qwen_are_read_from_stacks_and_from_tensors_of_their_own(tmp_path: Path) -> None:
     """Published files have stacks in layers, and either in the module that guesses."""
     own = load_file(write_model_with_module("qwen3.5-moe", tmp_path) / "model.safetensors")
-    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    config = open_directory(tmp_path).config
     for prefixes in ([f"model.layers.{layer}." for layer in range(3)], ["mtp.layers.0."]):
         stacked = {
             name: each for name, each in own.items() if not name.startswith(tuple(prefixes)) or ".experts." not in name

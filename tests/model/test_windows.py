@@ -2,20 +2,19 @@
 other pages, and no token changes by it.
 """
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from loaded_models import loaded_model
 from long_cases import long, long_but
 from model_zoo import STATES, VOCAB, first_disagreement, load_oracle, prompt, write_model
 from spoilt_pages import CHUNK, Engine
 from transformers import PreTrainedModel
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.layer_kinds import pages_of, paging_of, pool_size
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import KERNEL_DEVICES
@@ -24,7 +23,6 @@ from pdserve.executor.rank_memory import own_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import held_by, layer_groups
-from pdserve.model.loading import load_model
 from pdserve.model.weights import Rank
 from pdserve.protocol.paging import CHUNKS_AT_ONCE
 from pdserve.settings.config import Device
@@ -56,8 +54,7 @@ def folder(family: str, tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path) -> tuple[Model, PreTrainedModel]:
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return load_model(config, open_directory(folder).weights(), torch.float32), load_oracle(folder)
+    return loaded_model(folder), load_oracle(folder)
 
 
 of_families = pytest.mark.parametrize("family", long_but(ALWAYS, WITH_WINDOWS))

@@ -7,13 +7,12 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 from held_weights import held
+from loaded_models import loaded_model
 from model_zoo import WITH_IMAGES, first_disagreement, load_oracle, prompt, write_model
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.model.config import ModelConfig
-from pdserve.model.loading import load_model
 from pdserve.model.wrappers import text_tensors
 
 TEXT = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
@@ -37,8 +36,7 @@ GEMMA_3_4B = {  # as it is published, but for what the vision part says
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_a_text_part_answers_as_the_whole_model_does(family: str, tmp_path: Path) -> None:
     folder = write_model(family, tmp_path / family)
-    checkpoint = open_directory(folder)
-    model, oracle = load_model(checkpoint.config, checkpoint.weights(), torch.float32), load_oracle(folder)
+    model, oracle = loaded_model(folder), load_oracle(folder)
     prompts = [prompt(length) for length in (1, 40, 300)]
     for asked, answer in zip(prompts, greedy_texts(Runner(model, 100, 16), prompts, 24, 17), strict=True):
         assert len(set(answer)) > 4

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch
 from greedy_runs import spec
+from loaded_models import loaded_model
 from model_zoo import prompt
 
 from pdserve.base.ids import PageId
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.offline import TIED_CODED
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.layouts import describe_layout
 from pdserve.kvtransfer.conversion import conversion_between
-from pdserve.model.loading import load_model
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import SamplingParams
 
@@ -34,8 +33,7 @@ class UnlikeEngines:
     leads: list[float] = field(default_factory=list)  # of the tokens of the last answer, over the next likeliest
 
     def __post_init__(self) -> None:
-        checkpoint = open_directory(self.folder)
-        model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+        model = loaded_model(self.folder)
         num_top = model.config.vocab_size if self.allowed else 2
         self._params = replace(GREEDY, allowed_token_ids=self.allowed, logprobs=num_top)
         self._runners = [Runner(model, len(PAGES), PAGE_SIZE, code=code) for code in self.codes]

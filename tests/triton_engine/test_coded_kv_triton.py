@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from loaded_models import loaded_model
 from model_zoo import prompt, write_model
 from small_models import small_config, small_model
 
@@ -21,7 +22,6 @@ from pdserve.engine.verification import verifying
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.layouts import describe_layout
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.protocol.kvlayout import KvCode
 
 VOCAB, END, NUM_PAGES = 90, 5, 30
@@ -58,8 +58,7 @@ def test_texts_and_pages_are_those_of_the_cpu(model: Model, code: KvCode) -> Non
 @CODES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_windows_and_without_answer_so(tmp_path: Path, family: str, code: KvCode) -> None:
-    checkpoint = open_directory(write_model(family, tmp_path))
-    model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    model = loaded_model(write_model(family, tmp_path))
     asked = [prompt(length) for length in (9, 60)]
     expected = greedy_texts(Runner(model, 40, 16, code=code), asked, 3, 25)
     assert greedy_texts(coded(model, code), asked, 3, 25) == expected

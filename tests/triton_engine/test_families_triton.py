@@ -1,6 +1,5 @@
 """Each family's logits over the kernels of a GPU, interpreted, are those of plain torch."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch
 from pdserve.engine.layer_kinds import ByLayer, pool_shape, pool_size
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.family import Tensors
 from pdserve.model.layer_groups import layer_groups
@@ -36,8 +34,8 @@ STEPS = (
 
 
 def built(folder: Path, ops: DeviceOps) -> Decoder:
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return Decoder.build(config, Tensors(open_directory(folder).weights(), torch.float32, CPU), ops)
+    checkpoint = open_directory(folder)
+    return Decoder.build(checkpoint.config, Tensors(checkpoint.weights(), torch.float32, CPU), ops)
 
 
 @torch.inference_mode()

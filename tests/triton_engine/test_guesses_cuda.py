@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from guessing_bench import END, PAGE_SIZE, REPEATED, Bench, Name, ids
 from kernel_bench import GREEDY, LISTED, PENALIZED, KernelBench, answered, answered_mixed, assert_same, one_layer
+from loaded_models import loaded_model
 from long_cases import long
 from model_zoo import prompt as zoo_prompt
 from model_zoo import write_model
 from torch import Tensor
 
 from pdserve.base.ids import PageId
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine import counted_rows, verification
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner_cuda import CudaRunner
@@ -23,7 +22,6 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Tokens
 from pdserve.kernels.sample import Ragged
 from pdserve.model.family import Model
-from pdserve.model.loading import load_model
 from pdserve.protocol.sampling import SamplingParams
 
 
@@ -122,8 +120,7 @@ def test_a_wrong_guess_that_is_kept_would_change_the_kernels_answer(
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
 def test_windows_and_latents_are_served_with_guesses_by_kernels(tmp_path: Path, family: str) -> None:
-    checkpoint = open_directory(write_model(family, tmp_path))
-    loaded = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    loaded = loaded_model(write_model(family, tmp_path))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     plain = Bench(loaded, 60)
     plain.add(0, zoo_prompt(110), params)

@@ -1,7 +1,6 @@
 """Layers with a state over the kernels of GPUs, interpreted: the tokens of transformers, whatever becomes of pages."""
 
 import itertools
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from greedy_runs import greedy_texts, spec
 from guessing_bench import Bench, ids
 from kernel_bench import GREEDY, KernelBench, answered, assert_same
 from launch_grids import Grids
+from loaded_models import loaded_model
 from long_cases import long, long_but
 from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
 from spoilt_pages import LIMITS, Engine
@@ -32,21 +32,14 @@ from pdserve.engine.states_triton import TritonStates, states_spec
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.kernels.device import state_blocks
 from pdserve.kernels.states import BLOCK, MAX_BLOCKED_KEY_DIM, MIN_BLOCKED, StatesSpec
-from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.family import Model, Tensors
+from pdserve.model.family import Tensors
 from pdserve.model.layer_groups import LayerGroup, layer_groups
-from pdserve.model.loading import load_model
 from pdserve.model.ops_cuda import CudaOps
 
 CONVOLVED = ("lfm2", "lfm2-moe")
 WITH_HEADS = tuple(each for each in STATES if each not in CONVOLVED)
 IN_EACH_RUN = (("lfm2", MIN_BLOCKED),)  # test_state_blocks has the others
-
-
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return load_model(config, open_directory(folder).weights(), dtype)
 
 
 of_families = pytest.mark.parametrize("family", long_but(("qwen3-next",), STATES))
@@ -67,7 +60,7 @@ def test_tokens_are_those_of_transformers_from_one_launched_step_to_the_next(
     """
     monkeypatch.setattr(states_triton, "StatesSpec", partial(StatesSpec, min_blocked=min_blocked))
     folder = write_model(family, tmp_path, **ALONE[family])
-    model, oracle = loaded(folder), load_oracle(folder)
+    model, oracle = loaded_model(folder), load_oracle(folder)
     paging = paging_of(layer_groups(model.config, 16, powers_of_two=True))
     span = paging.span
     shared = prompt(span + 2)
@@ -96,7 +89,7 @@ def test_long_prompts_are_computed_in_full_blocks_and_give_the_tokens_of_transfo
     prompts = [prompt(150), prompt(70, 3), prompt(9)]
     grids = Grids.of(monkeypatch, state_blocks, "within_blocks")
     for chunk_tokens in (100, 400):
-        runner = CudaRunner(loaded(folder), 20, 64, limits)
+        runner = CudaRunner(loaded_model(folder), 20, 64, limits)
         found = greedy_texts(runner, prompts, 5, chunk_tokens)
         for token_ids, answer in zip(prompts, found, strict=True):
             assert first_disagreement(load_oracle(folder), token_ids, answer) is None
@@ -108,7 +101,7 @@ def test_a_launch_that_fails_behind_its_layers_advances_no_state(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(family, tmp_path, **ALONE[family])
-    runner = CudaRunner(loaded(folder), 10, 16, LIMITS)
+    runner = CudaRunner(loaded_model(folder), 10, 16, LIMITS)
     expected = greedy_texts(runner, [prompt(9), prompt(5)], 2)
     sample, count = KernelSampler.sample, itertools.count()
 
@@ -145,13 +138,13 @@ class Twice:
 def test_a_state_that_is_not_kept_on_a_gpu_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model("lfm2", tmp_path)
     monkeypatch.setattr(TritonStates, "commit", lambda *_: None)
-    (answer,) = greedy_texts(CudaRunner(loaded(folder), 10, 16, LIMITS), [prompt(9)], 6)
+    (answer,) = greedy_texts(CudaRunner(loaded_model(folder), 10, 16, LIMITS), [prompt(9)], 6)
     assert first_disagreement(load_oracle(folder), prompt(9), answer) is not None
 
 
 @pytest.mark.parametrize("family", long_but(("lfm2",), STATES))
 def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> None:
-    model, params = loaded(write_model(family, tmp_path, **ALONE[family])), replace(GREEDY, max_tokens=16)
+    model, params = loaded_model(write_model(family, tmp_path, **ALONE[family])), replace(GREEDY, max_tokens=16)
     plain = answered(Bench(model, 60), params)
     bench = answered(KernelBench(model, 60, "mostly_right", ids(plain.answers)), params)
     assert_same(bench, plain, close=4e-5)  # a CPU with AMX sums in another order
@@ -164,7 +157,7 @@ def test_kernels_verify_guesses_beside_states(family: str, tmp_path: Path) -> No
 def test_in_bfloat16_logits_over_kernels_are_as_near_as_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Of a prompt, and of a token behind the state that it leaves, which is float32."""
     folder = write_model(family, tmp_path, **ALONE[family])
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    config = open_directory(folder).config
     weights = Tensors(open_directory(folder).weights(), torch.bfloat16, torch.device("cpu"))
     model, oracle, text = Decoder.build(config, weights, CudaOps()), load_oracle(folder), prompt(21)
     groups = layer_groups(config, 16, powers_of_two=True)
@@ -183,7 +176,7 @@ def test_in_bfloat16_logits_over_kernels_are_as_near_as_those_of_transformers(fa
 
 def test_a_gpu_has_room_for_what_the_largest_step_keeps_beside_states(tmp_path: Path) -> None:
     folder = write_model("falcon-h1", tmp_path)
-    model = loaded(folder)
+    model = loaded_model(folder)
     (each,) = set(model.config.design.recurrent)
     assert each is not None
     num_layers, limits = model.config.num_layers, Limits(4, 100, 500, frozenset())
@@ -202,5 +195,5 @@ def test_a_gpu_has_room_for_what_the_largest_step_keeps_beside_states(tmp_path: 
 def test_keys_of_too_many_features_are_never_computed_in_blocks(tmp_path: Path) -> None:
     for width, products in ((MAX_BLOCKED_KEY_DIM, 6), (MAX_BLOCKED_KEY_DIM + 1, 0)):
         folder = write_model("falcon-h1", tmp_path / str(width), mamba_d_state=width)
-        config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        config = open_directory(folder).config
         assert states_spec(config, 64, (100, 4)).products == products
