@@ -27,6 +27,7 @@ from long_cases import long
 from model_zoo import load_oracle, write_model
 from model_zoo import prompt as zoo_prompt
 from small_models import small_config, small_model
+from small_shapes import FOUR_HEADS, SMALL
 from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
@@ -47,14 +48,7 @@ from pdserve.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 LAYERS = (0, 1, 2)
-SHAPE = {  # of `small_config`
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-}
+SHAPE = {**SMALL, **FOUR_HEADS, "vocab_size": VOCAB, "max_position_embeddings": 2048}  # of `small_config`
 
 
 def with_room(model: Model) -> Model:

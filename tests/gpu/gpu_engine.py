@@ -33,6 +33,7 @@ from gpu_models import (
 )
 from gpu_report import Case, Row
 from held_weights import held, scaled
+from small_shapes import DELTA_NET, FOUR_HEADS, LATENTS, MISTRAL, QWEN_3, SMALL
 from torch import Tensor
 
 from pdserve.base.ids import PageId
@@ -71,57 +72,20 @@ PARAMS = (
     SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
     SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias=((7, 3.0),)),
 )
-SHAPE: Mapping[str, object] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "eos_token_id": CHECK_EOS,
-}
+SHAPE: Mapping[str, object] = {**SMALL, "vocab_size": VOCAB, "eos_token_id": CHECK_EOS}
 FAMILIES: Mapping[str, Mapping[str, object]] = {
-    "qwen3 4/2": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3 4/2": QWEN_3,
     "llama 9/3": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 9, "num_key_value_heads": 3},
-    "mistral 4/4, window 24": {
-        "architectures": ["MistralForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "sliding_window": 24,
-    },
+    "mistral 4/4, window 24": MISTRAL,
     "gemma3, pages of windows": {
         "architectures": ["Gemma3ForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **FOUR_HEADS,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 24,
         "query_pre_attn_scalar": 32,
     },
-    "deepseek-v3, 16 heads": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_attention_heads": 16,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 64,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 64,
-        "head_dim": 16,
-    },
-    "qwen3.5, delta nets": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-    },
+    "deepseek-v3, 16 heads": LATENTS,
+    "qwen3.5, delta nets": {**DELTA_NET, "linear_value_head_dim": 24},
     "falcon-h1": {
         "architectures": ["FalconH1ForCausalLM"],
         "num_attention_heads": 4,
@@ -135,8 +99,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
     },
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **FOUR_HEADS,
         "layer_types": ["conv", "full_attention"],
         "head_dim": 16,
     },

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts
-from model_zoo import STATES, prompt, write_model
+from model_zoo import STATES, prompt
 from thread_ranks import ThreadRanks, thread_ranks
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.executor.form import in_parts
 from pdserve.kernels.cpu.build import Missing, Reason
@@ -29,12 +28,6 @@ FOUR_PARTS = {
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
-    """Return what writes and opens a model."""
-    return lambda family, **shape: open_directory(write_model(family, tmp_path_factory.mktemp(family), **shape))
 
 
 def worker(path: Path, num_ranks: int) -> WorkerConfig:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 from long_cases import long_but
-from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt, write_model
+from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt
 from noted_programs import has_bfloat16_products, note_program_rows
 from numpy import frombuffer
 from thread_ranks import thread_ranks
@@ -17,7 +17,6 @@ from torch import Tensor
 from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId
 from pdserve.checkpoint.checkpoint import Checkpoint, in_form
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.rank_sums import SharedRanks, ranks_of, slots_bytes
@@ -45,12 +44,6 @@ FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"})
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
-    """Return what writes and opens a model."""
-    return lambda family, **shape: open_directory(write_model(family, tmp_path_factory.mktemp(family), **shape))
 
 
 def weight_total(model: Model) -> int:

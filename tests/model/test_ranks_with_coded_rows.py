@@ -10,13 +10,12 @@ import pytest
 import torch
 from greedy_runs import BEST_TWO, Text, continued, greedy_texts, spec
 from long_cases import long
-from model_zoo import MORE_FAMILIES, STATES, prompt, write_model
+from model_zoo import MORE_FAMILIES, STATES, prompt
 from noted_programs import has_bfloat16_products, note_program_rows
 from thread_ranks import PAGE_SIZE, thread_ranks
 
 from pdserve.base.ids import PageId
 from pdserve.checkpoint.checkpoint import Checkpoint, in_form
-from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine import runner as runner_module
 from pdserve.engine.offline import TIED_CODED
 from pdserve.engine.runner import EngineRunner, Runner
@@ -52,12 +51,6 @@ TIED_ANYWHERE = 5e-2
 FLAT = {LLAMA, "mistral"}  # no token leads by much, and ranks changed up to 4e-4 of it
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
-    """Return what writes and opens a model."""
-    return lambda family, **shape: open_directory(write_model(family, tmp_path_factory.mktemp(family), **shape))
 
 
 def texts(config: ModelConfig, weights: Weights, degrees: Degrees, code: KvCode) -> list[Text]:

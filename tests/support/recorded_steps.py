@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from made_heads import made_head, made_module, with_room
 from recorded_device import DEVICE, recorded_device
+from small_shapes import DELTA_NET, LATENTS, QWEN_3, SMALL
 
 from pdserve.base.ids import PageId
 from pdserve.engine.batch import PoolShape
@@ -27,43 +28,10 @@ from pdserve.protocol.sampling import SamplingParams
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 64, 40, 512
 LIMITS = Limits(max_num_seqs=7, max_num_batched_tokens=256, max_model_len=2048, eos_token_ids=frozenset({5}))
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "eos_token_id": 5,
-}
-LATENTS = {  # of heads that share a row, in a layer without experts and one with them
-    **CONFIG,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_attention_heads": 16,
-    "head_dim": 16,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 64,
-}
-STATES = {  # a delta net, and attention whose pages have as many tokens as those above
-    **CONFIG,
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+CONFIG = {**SMALL, **QWEN_3, "vocab_size": VOCAB, "head_dim": 64}
+# Attention's pages have as many tokens in all of them.
+CONFIG_OF_LATENTS = {**CONFIG, **LATENTS}
+CONFIG_OF_STATES = {**CONFIG, **DELTA_NET, "linear_value_head_dim": 16}
 SAMPLED = {
     "greedy": SamplingParams(temperature=0.0),
     "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05),
@@ -145,7 +113,7 @@ class Guessing:
 
 
 def main() -> None:
-    model, latents, states = map(model_of, (CONFIG, LATENTS, STATES))
+    model, latents, states = map(model_of, (CONFIG, CONFIG_OF_LATENTS, CONFIG_OF_STATES))
     head, module = Guessing(model, made_head(model, CudaOps())), Guessing(latents, made_module(latents, CudaOps()))
     found: list[tuple[str, CudaRunner | Guessing, tuple[StepPlan, ...]]] = []
     for last, runner, only in (

@@ -9,6 +9,7 @@ from greedy_runs import greedy_texts, spec
 from held_weights import scaled
 from launch_grids import Grids
 from long_cases import long, long_but
+from small_shapes import MISTRAL, QWEN_3, SMALL
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
@@ -33,14 +34,7 @@ NUM_PAGES = 60
 VOCAB = 300
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=256, max_model_len=256, eos_token_ids=frozenset({5}))
 LOGPROBS = SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "eos_token_id": 5,
-}
+SHAPE = {**SMALL, "vocab_size": VOCAB}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -48,20 +42,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 FAMILIES: dict[str, dict[str, object]] = {
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2},
-    "llama3": {
-        "architectures": ["LlamaForCausalLM"],
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "rope_scaling": LLAMA3_ROPE,
-    },
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "sliding_window": 24,
-    },
+    "qwen3": QWEN_3,
+    "llama3": {"architectures": ["LlamaForCausalLM"], **NINE_HEADS, "rope_scaling": LLAMA3_ROPE},
+    "mistral": MISTRAL,
 }
 SMALLEST = "one layer"  # for what does not depend on the model
 MODELS = {**FAMILIES, SMALLEST: {**FAMILIES["qwen3"], "num_hidden_layers": 1}}
