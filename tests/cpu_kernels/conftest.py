@@ -8,6 +8,7 @@ import pytest
 from long_cases import long
 
 from pdserve.kernels.cpu.build import CPU_INFO, FLAGS, NATIVE, SOURCES, Missing
+from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
 
 
@@ -16,6 +17,11 @@ def loaded() -> ctypes.CDLL:
     found = library()
     assert not isinstance(found, Missing), found
     return found
+
+
+@pytest.fixture(scope="session")
+def calls(loaded: ctypes.CDLL) -> Immediate:
+    return Immediate(loaded)
 
 
 PROCESSORS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "cooperlake")

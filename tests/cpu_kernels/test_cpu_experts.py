@@ -43,11 +43,6 @@ LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 HALF_A_CODE = {8: 0.5 / 127, 16: 0.5 / (127 * 256)}
 
 
-@pytest.fixture(scope="module")
-def calls(loaded: ctypes.CDLL) -> Immediate:
-    return Immediate(loaded)
-
-
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

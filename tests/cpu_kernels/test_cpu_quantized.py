@@ -41,11 +41,6 @@ MOST_CODE = {8: 127, 16: 127 * 256}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module")
-def calls(loaded: ctypes.CDLL) -> Immediate:
-    return Immediate(loaded)
-
-
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

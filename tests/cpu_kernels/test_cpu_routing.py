@@ -1,6 +1,5 @@
 """Compiled routing chooses as `routing.routed` says, from logits that are the formula's."""
 
-import ctypes
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -15,11 +14,6 @@ from pdserve.kernels.cpu.experts import Router
 from pdserve.kernels.cpu.library import DTYPES
 from pdserve.kernels.routing import Routing
 from pdserve.model.routing import routed
-
-
-@pytest.fixture(scope="module")
-def calls(loaded: ctypes.CDLL) -> Immediate:
-    return Immediate(loaded)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -17,11 +17,6 @@ WIDTHS = [1, 15, 16, 17, 64, 100, 576, 4096]
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
-@pytest.fixture(scope="module")
-def calls(loaded: ctypes.CDLL) -> Immediate:
-    return Immediate(loaded)
-
-
 def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(num_rows, width, generator=torch.Generator().manual_seed(width)) * 3).to(dtype)
 

@@ -6,7 +6,17 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
+from guessing_bench import (
+    END,
+    MOST,
+    REPEATED,
+    VOCAB,
+    Bench,
+    add_requests,
+    answered_alike,
+    assert_same,
+    ids,
+)
 from loaded_models import loaded_model
 from long_cases import long
 from model_zoo import prompt as zoo_prompt
@@ -56,10 +66,7 @@ def test_answers_are_those_without_a_draft_model_in_tokens_ends_and_scores(
 ) -> None:
     plain = add_requests(Bench(model)).run()
     bench = add_requests(Bench(model, num_pages, draft=model if drafts_itself else other)).run()
-    assert ids(bench.answers) == ids(plain.answers)
-    assert bench.ends == plain.ends
-    assert bench.broken.keys() == plain.broken.keys() == set()
-    assert_same_scores(bench.answers, plain.answers)
+    assert_same(bench, plain)
     assert bench.counts["guesses"] > 0
     assert bool(bench.scheduler.num_preemptions) == (num_pages == 14)
 
@@ -85,10 +92,7 @@ def test_one_answer_takes_as_many_steps_as_right_guesses_leave(
 
 def test_a_draft_model_that_is_wrong_is_used_less_and_less(model: Model, other: Model) -> None:
     plain, bench = Bench(model), Bench(model, draft=other)
-    for each in (plain, bench):
-        each.add(0, REPEATED, replace(GREEDY, max_tokens=300))
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, (REPEATED, replace(GREEDY, max_tokens=300)))
     assert bench.counts["right"] < bench.counts["guesses"] / 4
     assert bench.counts["guesses"] < 150
 
@@ -114,11 +118,7 @@ def test_no_guesses_are_made_beyond_the_draft_models_longest_sequence(model: Mod
 
     plain = Bench(model)
     bench = Bench(model, draft=model, draft_model_len=50, draft_run=before_each(look))
-    for each in (plain, bench):
-        each.add(0, REPEATED, GREEDY)
-        each.add(1, [*REPEATED, *REPEATED, *REPEATED], GREEDY)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, (REPEATED, GREEDY), (REPEATED * 3, GREEDY))
     assert 40 < longest <= 50
 
 
@@ -176,9 +176,5 @@ def test_models_with_windows_latent_rows_and_experts_are_drafted_for(tmp_path: P
     target, draft = (loaded_model(write_model(each, tmp_path / each)) for each in (family, "llama3"))
     asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]
     plain, bench = Bench(target, 200), Bench(target, 200, draft=draft)
-    for each in (plain, bench):
-        for number, tokens in enumerate(asked):
-            each.add(number, tokens, GREEDY)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, *[(tokens, GREEDY) for tokens in asked])
     assert bench.counts["guesses"] > 0

@@ -20,7 +20,17 @@ from eagle3_heads import (
     write_head,
     write_head_that_looks_back,
 )
-from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
+from guessing_bench import (
+    END,
+    MOST,
+    REPEATED,
+    VOCAB,
+    Bench,
+    add_requests,
+    answered_alike,
+    assert_same,
+    ids,
+)
 from held_weights import held, read_all, scaled
 from knowing_heads import Knowing
 from long_cases import long
@@ -116,10 +126,7 @@ def test_answers_are_those_without_a_head_in_tokens_ends_and_scores(
     plain = add_requests(Bench(model)).run()
     make = type("Made", (Knowing,), {"known": plain.answers}) if is_right else HeadDrafter
     bench = add_requests(Bench(model, num_pages, head=head, head_drafter=make)).run()
-    assert ids(bench.answers) == ids(plain.answers)
-    assert bench.ends == plain.ends
-    assert bench.broken.keys() == plain.broken.keys() == set()
-    assert_same_scores(bench.answers, plain.answers)
+    assert_same(bench, plain)
     assert bench.counts["guesses"] > 50
     assert bench.counts["right"] > 0.9 * bench.counts["guesses"] or not is_right
     assert bool(bench.scheduler.num_preemptions) == (num_pages == 14)
@@ -250,11 +257,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 def test_a_head_guesses_what_it_is_defined_to_guess_beside_each_family(tmp_path: Path, family: str) -> None:
     oracle = oracle_of(family, tmp_path, norm_before_residual=family == "qwen3")
     plain, bench = Bench(oracle.model, 200), Bench(oracle.model, 200, head=oracle.head)
-    for each in (plain, bench):
-        for number, length in enumerate((150, 30, 17)):
-            each.add(number, zoo_prompt(length, seed=number), GREEDY)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, *[(zoo_prompt(length, seed=n), GREEDY) for n, length in enumerate((150, 30, 17))])
     assert len(bench.runner.groups) == (2 if family in ("gemma2", "gpt-oss") else 1)
     oracle.check(bench, {0, 1, 2}, 30)
 
@@ -330,10 +333,7 @@ def test_the_first_continuation_of_a_prompt_is_guessed_for_as_if_it_were_alone(l
 def test_no_guesses_of_a_head_are_made_beyond_its_longest_sequence(forgetful: Model, tmp_path: Path) -> None:
     plain = Bench(forgetful)
     bench = Bench(forgetful, head=right_head(forgetful, tmp_path), draft_model_len=50)
-    for each in (plain, bench):
-        each.add(0, REPEATED, GREEDY)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, (REPEATED, GREEDY))
     assert 40 < max(len(known) + len(guesses) for _, known, guesses in bench.drafted if guesses) <= 50
 
 
@@ -390,8 +390,5 @@ def test_a_head_that_fails_is_given_up_and_ends_no_request(model: Model, head: E
 
 def test_a_head_that_is_wrong_is_used_less_and_less(model: Model, head: Eagle3Head) -> None:
     plain, bench = Bench(model), Bench(model, head=head)
-    for each in (plain, bench):
-        each.add(0, REPEATED, replace(GREEDY, max_tokens=300))
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, (REPEATED, replace(GREEDY, max_tokens=300)))
     assert bench.counts["guesses"] < 150

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guessing_bench import Bench, ids
+from guessing_bench import Bench, answered_alike
 from long_cases import long
 from model_zoo import prompt as zoo_prompt
 from mtp_modules import MtpOracle, Naming, write_model_with_a_module_that_is_often_right, write_model_with_module
@@ -37,11 +37,7 @@ def loaded(folder: Path) -> tuple[Model, MtpHead]:
 def test_a_module_guesses_what_it_is_defined_to_guess(tmp_path: Path, family: str) -> None:
     model, head = loaded(write_model_with_module(family, tmp_path))
     plain, bench, oracle = Bench(model, 200), Bench(model, 200, head=head), MtpOracle.of(tmp_path, Naming.of(family))
-    for each in (plain, bench):
-        for number, length in enumerate((150, 30, 17)):
-            each.add(number, zoo_prompt(length, seed=number), GREEDY)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, *[(zoo_prompt(length, seed=n), GREEDY) for n, length in enumerate((150, 30, 17))])
     drafted = [(known, list(guesses)) for _, known, guesses in bench.drafted if guesses]
     assert len(drafted) > 30
     for known, guesses in drafted:
@@ -66,11 +62,8 @@ def test_a_module_knows_a_prefix_that_another_sequence_left(tmp_path: Path) -> N
 def test_answers_are_those_without_a_module(tmp_path: Path, family: str, num_pages: int) -> None:
     model, head = loaded(write_model_with_module(family, tmp_path))
     plain, bench = Bench(model, 200), Bench(model, num_pages, head=head)
-    for each in (plain, bench):
-        for number, params in enumerate((SHORT, SAMPLED, replace(SAMPLED, n=1, seed=8), SHORT)):
-            each.add(number, zoo_prompt(20 + 9 * number, seed=number), params)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    params = (SHORT, SAMPLED, replace(SAMPLED, n=1, seed=8), SHORT)
+    answered_alike(plain, bench, *[(zoo_prompt(20 + 9 * n, seed=n), each) for n, each in enumerate(params)])
     assert bench.ends == plain.ends
     assert bench.counts["guesses"] > 20
     assert bool(bench.scheduler.num_preemptions) == (num_pages < 20)
@@ -80,9 +73,6 @@ def test_answers_are_those_without_a_module(tmp_path: Path, family: str, num_pag
 def test_right_guesses_of_a_module_save_steps(tmp_path: Path, family: str) -> None:
     model, head = loaded(write_model_with_a_module_that_is_often_right(family, tmp_path))
     plain, bench = Bench(model, 200), Bench(model, 200, head=head)
-    for each in (plain, bench):
-        each.add(0, zoo_prompt(20), GREEDY)
-        each.run()
-    assert ids(bench.answers) == ids(plain.answers)
+    answered_alike(plain, bench, (zoo_prompt(20), GREEDY))
     assert bench.counts["right"] > 0.5 * bench.counts["guesses"] > 10
     assert bench.counts["steps"] < 0.7 * plain.counts["steps"]

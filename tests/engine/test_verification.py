@@ -4,7 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from guessing_bench import DRAFTERS, END, MOST, REPEATED, VOCAB, Bench, Name, add_requests, assert_same_scores, ids
+from guessing_bench import (
+    DRAFTERS,
+    END,
+    MOST,
+    REPEATED,
+    VOCAB,
+    Bench,
+    Name,
+    add_requests,
+    assert_same,
+    ids,
+)
 from loaded_models import loaded_model
 from long_cases import long, long_but
 from model_zoo import prompt as zoo_prompt
@@ -30,10 +41,7 @@ def test_answers_are_those_without_guesses_in_tokens_ends_and_scores(
 ) -> None:
     plain = add_requests(Bench(model)).run()
     bench = add_requests(Bench(model, num_pages, drafter, ids(plain.answers))).run()
-    assert ids(bench.answers) == ids(plain.answers)
-    assert bench.ends == plain.ends
-    assert bench.broken.keys() == plain.broken.keys() == set()
-    assert_same_scores(bench.answers, plain.answers)
+    assert_same(bench, plain)
     assert bench.counts["guesses"] > 0
     if num_pages == 300:
         assert set(bench.scheduler.cache.spans) == set(plain.scheduler.cache.spans), "answers are found again"

@@ -211,6 +211,23 @@ def ids(answers: Answers) -> dict[Name, list[int]]:
     return {name: [token.token_id for token in answer] for name, answer in answers.items()}
 
 
+def assert_same(bench: Bench, plain: Bench, close: float = 1e-5) -> None:
+    """Assert that answers are the same, in tokens, ends and scores; and that none has failed."""
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.ends == plain.ends
+    assert bench.broken.keys() == plain.broken.keys() == set()
+    assert_same_scores(bench.answers, plain.answers, close)
+
+
+def answered_alike(plain: Bench, bench: Bench, *asked: tuple[Seq[int], SamplingParams]) -> None:
+    """Answer requests by two benches, and assert that tokens are the same."""
+    for each in (plain, bench):
+        for number, (tokens, params) in enumerate(asked):
+            each.add(number, tokens, params)
+        each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+
+
 def assert_same_scores(some: Answers, others: Answers, close: float = 1e-5) -> None:
     """Compare log probabilities. close: as near as sums of float32 are that many rows, or few, are part of."""
     for name, answer in some.items():

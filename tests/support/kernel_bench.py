@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from guessing_bench import END, PAGE_SIZE, REPEATED, VOCAB, Bench, assert_same_scores, ids
+from guessing_bench import END, PAGE_SIZE, REPEATED, VOCAB, Bench
 from listed_answers import Listed
 from small_models import small_config, small_model
 
@@ -89,9 +89,3 @@ def assert_same_drafts(bench: Bench, on_cpu: Bench) -> None:
 def assert_same_kv(bench: KernelBench, on_cpu: Bench) -> None:
     """Check that both have written the same KV, of the model and of a head: one wrong row may change no guess."""
     torch.testing.assert_close(bench.kernels.kv, on_cpu.runner.kv, rtol=1e-4, atol=1e-4)
-
-
-def assert_same(bench: Bench, plain: Bench, close: float = 1e-5) -> None:
-    assert ids(bench.answers) == ids(plain.answers)
-    assert bench.ends == plain.ends
-    assert_same_scores(bench.answers, plain.answers, close)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from eagle3_heads import head_config, random_head, write_head
 from engine_answers import written
-from guessing_bench import MOST, REPEATED, Bench, ids
-from kernel_bench import GREEDY, LISTED, KernelBench, answered, answered_mixed, assert_same, one_layer
+from guessing_bench import MOST, REPEATED, Bench, assert_same, ids
+from kernel_bench import GREEDY, LISTED, KernelBench, answered, answered_mixed, one_layer
 from model_zoo import write_model
 from torch import Tensor
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from guessing_bench import END, PAGE_SIZE, REPEATED, Bench, Name, ids
-from kernel_bench import GREEDY, LISTED, PENALIZED, KernelBench, answered, answered_mixed, assert_same, one_layer
+from guessing_bench import END, PAGE_SIZE, REPEATED, Bench, Name, assert_same, ids
+from kernel_bench import GREEDY, LISTED, PENALIZED, KernelBench, answered, answered_mixed, one_layer
 from loaded_models import loaded_model
 from long_cases import long
 from model_zoo import prompt as zoo_prompt

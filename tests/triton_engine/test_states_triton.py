@@ -10,8 +10,8 @@ import pytest
 import torch
 from equal_states import ALONE
 from greedy_runs import greedy_texts, spec
-from guessing_bench import Bench, ids
-from kernel_bench import GREEDY, KernelBench, answered, assert_same
+from guessing_bench import Bench, assert_same, ids
+from kernel_bench import GREEDY, KernelBench, answered
 from launch_grids import Grids
 from loaded_models import loaded_model
 from long_cases import long, long_but

@@ -31,6 +31,13 @@ def running(job: Job, num_tokens: int = 6, depth: int = 1, most_drafts: int = 0,
     return workers
 
 
+def moving(num_tokens: int = 6, **num_pages: int) -> tuple[Workers, Job, AttemptKey]:
+    """Return workers, the first of which is asked to hand a continuation over; its request; and the move's name."""
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job, num_tokens, **num_pages)
+    return workers, job, workers.move(job)
+
+
 def until(workers: Workers, is_so: Callable[[], bool], source: str = "s") -> None:
     """Let things happen one by one, with a step now and then, until something is so."""
     for _ in range(400):
@@ -70,9 +77,7 @@ def finish(workers: Workers, job: Job) -> None:
 
 
 def test_it_decodes_on_until_all_full_pages_have_landed() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
+    workers, job, _ = moving()
     for name in ("router", "hand-offs", "answers", "router"):
         for source, target in (("router", "s"), ("router", "t"), ("s", "t"), ("t", "s")):
             workers.deliver(name, source, target)
@@ -197,9 +202,7 @@ def test_a_target_without_room_changes_nothing() -> None:
 
 @pytest.mark.parametrize("in_doubt", [False, True])
 def test_a_copy_that_fails_leaves_it_where_it_is(in_doubt: bool) -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    key = workers.move(job)
+    workers, job, key = moving()
     until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
     workers.streams["copies", "s", "t"].clear()
     peer = workers.nodes["t"].peer
@@ -226,9 +229,7 @@ def test_a_stream_that_cannot_be_had_leaves_it_where_it_is_and_sets_nothing_asid
 
 
 def test_a_last_page_that_fails_to_be_copied_is_written_beside() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job, 7)
-    key = workers.move(job)
+    workers, job, key = moving(7)
     (sequence,) = workers.nodes["s"].scheduler.running
     until(workers, lambda: sequence.is_held and bool(workers.streams["copies", "s", "t"]))
     last = sequence.pages.held[-1]
@@ -258,9 +259,7 @@ def test_a_page_whose_digest_differs_leaves_it_where_it_is() -> None:
 
 @pytest.mark.parametrize("lost", [doors.ReceiverLost, doors.PeerGone])
 def test_a_target_that_is_lost_before_the_commit_leaves_it_where_it_is(lost: type) -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
+    workers, job, _ = moving()
     until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
     if lost is doors.ReceiverLost:
         workers.lose_stream("s", "t")
@@ -281,9 +280,7 @@ def test_a_target_that_is_lost_before_the_commit_leaves_it_where_it_is(lost: typ
 @pytest.mark.parametrize("end", ["cancel", "router lost", "deadline"])
 @pytest.mark.parametrize("moment", ["asked", "copying", "held", "committed"])
 def test_a_request_that_ends_frees_everything_at_both_ends(end: str, moment: str) -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
+    workers, job, _ = moving()
     if moment == "copying":
         until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
     elif moment == "held":
@@ -370,9 +367,7 @@ def ask_again(workers: Workers, job: Job) -> None:
 
 
 def test_a_continuation_that_was_held_for_a_move_goes_on_when_it_is_to_move_elsewhere() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job, u=64)
-    workers.move(job)
+    workers, job, _ = moving(u=64)
     until(workers, lambda: workers.nodes["s"].scheduler.running[0].is_held)
     assert not workers.committed
     ask_again(workers, job)
@@ -380,9 +375,7 @@ def test_a_continuation_that_was_held_for_a_move_goes_on_when_it_is_to_move_else
 
 
 def test_a_continuation_whose_commit_has_left_moves_nowhere_else() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job, u=64)
-    workers.move(job)
+    workers, job, _ = moving(u=64)
     until_committed(workers)
     ask_again(workers, job)
     assert workers.nodes["s"].core.plan(0.0) is None, "it goes on where it has been committed to"
@@ -391,9 +384,7 @@ def test_a_continuation_whose_commit_has_left_moves_nowhere_else() -> None:
 
 
 def test_an_attempt_that_is_known_is_refused() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
+    workers, job, _ = moving()
     workers.deliver_all()
     peer = workers.nodes["t"].peer
     again = MoveAsked(ROUTER, AttemptKey(job.request_id, job.attempt), 0, Attempt(1), peer, "address", 9)
