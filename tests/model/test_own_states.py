@@ -8,6 +8,7 @@ import torch
 from greedy_runs import greedy_texts
 from model_zoo import STATES, prompt
 from thread_ranks import ThreadRanks, thread_ranks
+from worker_settings import settings_of
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ from pdserve.engine.runner import Runner
 from pdserve.executor.form import in_parts
 from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.model.loading import load_model
-from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.config import WorkerConfig
 from pdserve.settings.degrees import Degrees
 
 NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
@@ -31,9 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def worker(path: Path, num_ranks: int) -> WorkerConfig:
-    fixed = {"role": "mixed", "worker_id": "w", "routers": ("127.0.0.1:1",), "secret_file": path}
-    own = {"model": str(path), "rank_memory": "own", "tensor_parallel_size": num_ranks}
-    return load_config(WorkerConfig, flags={**fixed, **own})
+    return settings_of(path, role="mixed", rank_memory="own", tensor_parallel_size=num_ranks)
 
 
 def by_heads(ranks: ThreadRanks) -> torch.Tensor:

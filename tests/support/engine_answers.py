@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scheduled import sequence_of
+from worker_settings import built, settings_of
 
 from pdserve.engine.sequence import Sampled
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.boot import Engine
 
 PROMPT = (7, 8, 9)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -36,10 +36,8 @@ def guessed(model: Path, params: SamplingParams, prompt: Seq[int] = PROMPT, **se
 
 def all_guessed(model: Path, params: SamplingParams, prompts: Seq[Seq[int]], **settings: object) -> list[Guessed]:
     """Let a worker's engine write answers to prompts, one after another."""
-    own = {"model": str(model), "secret_file": model / "secret", "role": "decode", "worker_id": "w"}
-    fixed = {"routers": ("127.0.0.1:1",), "num_pages": 16, "dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
-    config = load_config(WorkerConfig, flags={**own, **fixed, **settings})
-    engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+    own = {"num_pages": 16, "dtype": "float32", "max_num_seqs": 2, "max_model_len": 64}
+    engine = built(settings_of(model, **{**own, **settings}))
     try:
         return [_answered(engine, number, prompt, params) for number, prompt in enumerate(prompts)]
     finally:

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rank_pages import ranks
+from worker_settings import built, settings_of
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.sequence import Broken, Job, Sampled
 from pdserve.engine.sequence import Sequence as Running
 from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.settings.config import WorkerConfig
+from pdserve.worker.boot import Engine
 
 Asked = tuple[Sequence[int], SamplingParams]
 LIMIT_S = 120.0
@@ -23,17 +24,15 @@ LIMIT_S = 120.0
 
 def worker_config(folder: Path, **settings: object) -> WorkerConfig:
     """Return the settings of a small decode worker in float32."""
-    own = {"model": str(folder), "secret_file": folder / "secret", "role": "decode", "worker_id": "w"}
     small = {"num_pages": 40, "max_num_seqs": 6, "max_num_batched_tokens": 32, "max_model_len": 128}
-    fixed = {"routers": ("127.0.0.1:1",), "dtype": "float32"}
-    return load_config(WorkerConfig, flags={**own, **small, **fixed, **settings})
+    return settings_of(folder, **{**small, "dtype": "float32", **settings})
 
 
 @contextmanager
 def engine_of(config: WorkerConfig) -> Iterator[Engine]:
     """Yield a worker's engine; no process of it is left behind."""
     try:
-        engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+        engine = built(config)
         try:
             yield engine
         finally:

@@ -19,6 +19,7 @@ from greedy_runs import greedy_texts
 from held_weights import scaled
 from long_cases import long
 from torch import Tensor
+from worker_settings import needed
 
 from pdserve.engine.attention_flashinfer import FlashInferPrompts, why_not
 from pdserve.engine.attention_triton import attention_spec
@@ -160,7 +161,7 @@ def test_an_engine_whose_prompts_it_computes_draws_the_same_tokens() -> None:
 
 
 def test_it_is_for_gpus_alone() -> None:
-    given = {"model": "m", "role": "prefill", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret")}
+    given = needed(Path("m"))
     with pytest.raises(ValueError, match="attention_backend: flashinfer needs device cuda, not auto"):
         WorkerConfig.model_validate({**given, "attention_backend": "flashinfer"})
     assert WorkerConfig.model_validate({**given, "attention_backend": "flashinfer", "device": "cuda"})

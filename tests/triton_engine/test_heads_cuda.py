@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from guessing_bench import REPEATED, Bench, ids
+from guessing_bench import REPEATED, Bench, assert_same, ids
 from kernel_bench import (
     GREEDY,
     PENALIZED,
     KernelBench,
     answered,
     answered_mixed,
-    assert_same,
     assert_same_drafts,
     assert_same_kv,
     one_layer,

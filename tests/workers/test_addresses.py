@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 from router_fakes import model_folder
+from worker_settings import needed
 
 from pdserve.base.errors import ConfigError
 from pdserve.cli import direct
@@ -17,14 +18,7 @@ from pdserve.worker.server import serve
 
 
 def config(**changes: object) -> WorkerConfig:
-    given = {
-        "model": "m",
-        "role": "decode",
-        "worker_id": "d0",
-        "routers": ("127.0.0.1:1",),
-        "secret_file": Path("secret"),
-    }
-    return WorkerConfig.model_validate(given | changes)
+    return WorkerConfig.model_validate(needed(Path("m")) | changes)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import cast
 
 import numpy as np
 from half_slice import MEETING, half_slice
+from worker_settings import settings_of
 
 from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.executor.executor import Executor
 from pdserve.kvtransfer.region import Region
-from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_mover
 
 ME, ENDED = (Peer(WorkerId(name), Incarnation(1)) for name in ("me", "ended"))
@@ -18,8 +18,7 @@ ME, ENDED = (Peer(WorkerId(name), Incarnation(1)) for name in ("me", "ended"))
 
 def test_an_engine_in_the_interpreter_is_as_safe_from_half_a_slice_as_one_on_a_gpu() -> None:
     view = np.zeros((2, 1 << 16), np.uint8)
-    given = {"model": "m", "role": "prefill", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret")}
-    config = WorkerConfig.model_validate({**given, "device": "interpreter", "mover": "collective"})
+    config = settings_of(Path("m"), device="interpreter", mover="collective")
     executor = SimpleNamespace(region=Region.of(view), mover_sockets=())
     mover = build_mover(config, ME, cast("Executor", executor), lambda _: None, MEETING.secret)
     with half_slice(mover.describe(), ENDED) as ended:

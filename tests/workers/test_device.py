@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from worker_settings import needed
 
 from pdserve.base.errors import ConfigError
 from pdserve.executor.loading import engine_device, pages_asked_for
@@ -29,15 +30,7 @@ LATENTS = {
 
 
 def config_of(**settings: object) -> WorkerConfig:
-    given = {
-        "model": "m",
-        "role": "prefill",
-        "worker_id": "w",
-        "routers": ("host:1",),
-        "secret_file": Path("secret"),
-        **settings,
-    }
-    return WorkerConfig.model_validate(given)
+    return WorkerConfig.model_validate({**needed(Path("m")), "role": "prefill", **settings})
 
 
 def test_left_to_itself_a_worker_runs_on_the_cpu() -> None:

@@ -9,6 +9,7 @@ from long_cases import long
 from model_zoo import write_model
 from published_formats import published
 from pydantic import ValidationError
+from worker_settings import built, needed
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization, choose_quantization, weights_in_form
@@ -24,7 +25,7 @@ from pdserve.model.ops_cuda import CudaOps
 from pdserve.settings import processor
 from pdserve.settings.config import Device, Dtype, WorkerConfig
 from pdserve.settings.processor import choose_dtype, read_cpu_info
-from pdserve.worker.boot import build_engine, open_model
+from pdserve.worker.boot import open_model
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,9 +94,8 @@ def test_this_machines_own_words_can_be_read() -> None:
 
 
 def worker(folder: Path, **settings: str | int) -> WorkerConfig:
-    given = {"model": str(folder), "role": "prefill", "worker_id": "w", "routers": ("host:1",), "num_pages": 4}
-    secret = {"secret_file": folder / "secret", "load_format": "dummy"}
-    return WorkerConfig.model_validate(given | secret | settings)
+    own = {"role": "prefill", "num_pages": 4, "load_format": "dummy"}
+    return WorkerConfig.model_validate(needed(folder) | own | settings)
 
 
 @pytest.mark.parametrize(("cpu_info", "expected"), [(ZEN_5, "bfloat16"), (SANDY_BRIDGE, "float32")])
@@ -107,7 +107,7 @@ def test_the_engine_is_built_so_and_the_log_says_why(
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
     config = worker(tmp_path)
     caplog.set_level("INFO")
-    engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    engine = built(config)
     assert engine.layout.dtype == expected
     assert engine.executor.region.page_bytes == engine.layout.page_bytes
     assert f"dtype {expected}: this processor has" in caplog.text
@@ -127,7 +127,7 @@ def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
         {"quantization": "int4", "quantized_inputs": 8},
     ):
         config = worker(tmp_path, dtype="bfloat16", **settings)
-        hashes.add(build_engine(config, open_model(config), b"secret", lambda _: None).layout.weights_hash)
+        hashes.add(built(config).layout.weights_hash)
     assert len(hashes) == 4
 
 
@@ -181,7 +181,7 @@ def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 64}))
     for bits in (8, 16):
         config = worker(tmp_path, dtype="bfloat16", quantization="int8", quantized_inputs=bits)
-        build_engine(config, open_model(config), b"secret", lambda _: None)
+        built(config)
         matrices = [each for each in loaded[-1].matrices() if isinstance(each, Tiles)]
         assert {each.input_bits for each in matrices if each.bits != BFLOAT16_BITS} == {bits}
     for bad in (12, 0, -8, 32, "many"):
@@ -232,4 +232,4 @@ def test_a_worker_of_floats_does_not_start_with_inputs_of_8_bits(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     config = worker(tmp_path, dtype="bfloat16", quantized_inputs=8)
     with pytest.raises(ConfigError, match=r"^quantized_inputs: 8: "):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
+        built(config)

@@ -10,6 +10,7 @@ import torch
 from eagle3_heads import Tensors, head_config, random_head, write_head
 from model_zoo import write_model
 from mtp_modules import write_model_with_module
+from worker_settings import built, settings_of
 
 from pdserve.base.errors import ConfigError
 from pdserve.engine.guesses import DraftsBy
@@ -18,8 +19,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.eagle3_config import read_head
 from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.link import layout_from_proto, layout_to_proto
-from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.boot import Engine
 
 LAYERS = (0, 1, 2)
 
@@ -35,10 +35,8 @@ def config_of(target: Path, **own: object) -> dict[str, Any]:
 
 def started(target: Path, head: Path, **settings: object) -> Engine:
     given = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 5}
-    own = {"model": str(target), "secret_file": head / "secret", "role": "decode", "worker_id": "w"}
-    fixed = {"routers": ("127.0.0.1:1",), "num_pages": 40, "dtype": "float32"}
-    config = load_config(WorkerConfig, flags={**own, **fixed, "speculative_config": given, **settings})
-    engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+    own = {"num_pages": 40, "dtype": "float32", "speculative_config": given}
+    engine = built(settings_of(target, **{**own, **settings}))
     engine.executor.close()
     return engine
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from model_zoo import write_model
 from typer.testing import CliRunner
+from worker_settings import built, settings_of
 
 from pdserve.base.errors import ConfigError, ProtocolError
 from pdserve.base.ids import Incarnation, Peer
@@ -13,21 +14,19 @@ from pdserve.cli.app import app
 from pdserve.executor.footprint import footprint_of
 from pdserve.kvtransfer.session import Hello, Introduction, check_hello
 from pdserve.protocol.kvlayout import KvCode, KvLayout
-from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import build_engine, open_model
+from pdserve.settings.config import WorkerConfig
 
 MEMORY = 2**20
 
 
 def worker(tmp_path: Path, asked: str, **settings: object) -> WorkerConfig:
-    own = {"model": str(tmp_path), "secret_file": tmp_path / "secret", "role": "decode", "worker_id": "w"}
-    fixed = {"routers": ("127.0.0.1:1",), "kv_cache_memory_bytes": MEMORY, "dtype": "float32"}
-    return load_config(WorkerConfig, flags={**own, **fixed, **settings, "kv_cache_dtype": asked})
+    own = {"kv_cache_memory_bytes": MEMORY, "dtype": "float32", "kv_cache_dtype": asked}
+    return settings_of(tmp_path, **{**own, **settings})
 
 
 def layout_of(config: WorkerConfig) -> tuple[KvLayout, int]:
     """Return how a worker's pages lie, and how many it has."""
-    engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+    engine = built(config)
     engine.executor.close()
     region = engine.executor.region
     assert region.view.shape == (engine.scheduler.cache.pool.num_pages, engine.layout.page_bytes)
@@ -109,7 +108,7 @@ def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, ke
     write_model(family, tmp_path)
     config = worker(tmp_path, "int8", tensor_parallel_size=size)
     with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model with {kept}"):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
+        built(config)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         footprint_of(tmp_path, device="cpu", dtype="float32", kv_cache_dtype="int8")
 

@@ -1,10 +1,10 @@
 """Torch computes in one thread of a worker, from loading the weights to the last step."""
 
-import json
 import threading
 from pathlib import Path
 
 import pytest
+from worker_settings import built, settings_of_tiny
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId
@@ -14,15 +14,10 @@ from pdserve.executor import form, loading
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.settings.config import WorkerConfig
-from pdserve.worker.boot import build_engine, open_model
 
 
 def config_of(folder: Path, **settings: object) -> WorkerConfig:
-    shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "max_position_embeddings": 64, **shape}
-    (folder / "config.json").write_text(json.dumps(model))
-    given = {"model": str(folder), "worker_id": "w", "routers": ("host:1",), "secret_file": folder, "role": "decode"}
-    return WorkerConfig.model_validate({**given, "num_pages": 8, "load_format": "dummy", **settings})
+    return settings_of_tiny(folder, **{"num_pages": 8, **settings})
 
 
 def engine_threads() -> set[int | None]:
@@ -47,7 +42,7 @@ def test_weights_are_loaded_and_steps_computed_in_one_thread_in_their_order(
     monkeypatch.setattr(form, "load_model", load)
     monkeypatch.setattr(loading, "Runner", Noted)
     config = config_of(tmp_path)
-    executor = build_engine(config, open_model(config), b"secret", lambda _: None).executor
+    executor = built(config).executor
     plans = [StepPlan((Chunk((token,), 0, (PageId(0),), ()),)) for token in range(3)]
     for step in [executor.start(plan) for plan in plans]:
         step.result(60)
@@ -63,5 +58,5 @@ def test_weights_are_loaded_and_steps_computed_in_one_thread_in_their_order(
 def test_a_worker_that_is_refused_leaves_no_thread(tmp_path: Path, settings: dict[str, int | None]) -> None:
     config, before = config_of(tmp_path, **settings), engine_threads()
     with pytest.raises(ConfigError, match=next(iter(settings))):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
+        built(config)
     assert not engine_threads() - before

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from held_loop import LOAD, Carried, HeldUp, Notes
 from lone_core import LoneCore, job
+from worker_settings import settings_of
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.settings.config import WorkerConfig
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Load, Placed, RouterRef, Ticked
@@ -210,8 +210,7 @@ def test_prompts_that_wait_are_planned_ahead_for_pipeline_stages_alone(has_stage
 def test_workers_plan_prompts_ahead_on_gpus_and_in_stages(
     tmp_path: Path, options: dict[str, object], fills_steps_ahead: bool, has_stages: bool
 ) -> None:
-    given = {"model": "m", "worker_id": "w", "routers": ("h:1",), "secret_file": tmp_path, "role": "mixed"}
-    rules = rules_of(WorkerConfig.model_validate(given | options), 1)
+    rules = rules_of(settings_of(tmp_path, role="mixed", **options), 1)
     assert (rules.fills_steps_ahead, rules.has_stages) == (fills_steps_ahead, has_stages)
 
 

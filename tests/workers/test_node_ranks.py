@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
+from worker_settings import settings_of
 
 from pdserve.base.errors import ConfigError
 from pdserve.executor.node_ranks import ChannelStore, NodeRanks, store_for
 from pdserve.model.weights import Rank
 from pdserve.net.frames import Channel
-from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.settings.config import WorkerConfig
 from pdserve.settings.degrees import Degrees
 
 LIMIT_S = 20.0
@@ -90,9 +91,7 @@ def test_a_store_of_rank_0_serves_others_until_each_has_met() -> None:
 
 
 def worker(folder: Path, **settings: object) -> WorkerConfig:
-    own = {"model": str(folder), "secret_file": folder / "secret", "role": "decode", "worker_id": "w"}
-    fixed = {"routers": ("127.0.0.1:1",), "rank_memory": "own", "nnodes": 2, "tensor_parallel_size": 2}
-    return load_config(WorkerConfig, flags={**own, **fixed, **settings})
+    return settings_of(folder, **{"rank_memory": "own", "nnodes": 2, "tensor_parallel_size": 2, **settings})
 
 
 @pytest.mark.parametrize(

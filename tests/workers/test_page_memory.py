@@ -1,16 +1,13 @@
-import json
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
+from worker_settings import built, settings_of_tiny
 
 from pdserve.base.errors import ConfigError
-from pdserve.base.roles import Role
 from pdserve.engine.runner import zeroed
 from pdserve.executor import memory
-from pdserve.settings.config import WorkerConfig
-from pdserve.worker.boot import build_engine, open_model
 
 
 def faults_of_writing(pages: torch.Tensor) -> int:
@@ -80,10 +77,6 @@ def test_pages_for_which_no_memory_is_left_are_refused_before_the_worker_serves(
     limited: Path, tmp_path: Path, field: str, value: int
 ) -> None:
     assert limited.is_dir()
-    shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "max_position_embeddings": 64, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    given = {"model": str(tmp_path), "worker_id": "w", "routers": ("host:1",), "secret_file": tmp_path}
-    config = WorkerConfig.model_validate({**given, "role": Role.DECODE, "load_format": "dummy", field: value})
+    config = settings_of_tiny(tmp_path, **{field: value})
     with pytest.raises(ConfigError, match=rf"^{field}: KV pages take \d+ bytes, and 600 are left beside the model"):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
+        built(config)

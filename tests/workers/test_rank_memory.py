@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_cases import long
 from model_zoo import write_model
+from worker_settings import built, settings_of
 
 from pdserve.base.clock import new_incarnation
 from pdserve.base.errors import ConfigError
@@ -21,16 +23,13 @@ from pdserve.model.weights import Rank
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.settings.degrees import Degrees
-from pdserve.worker.boot import build_engine, build_mover, open_model
+from pdserve.worker.boot import build_mover
 
-LONG = pytest.mark.long
 TWO = {"tensor_parallel_size": 2}
 
 
 def worker(folder: Path, **settings: object) -> WorkerConfig:
-    own = {"model": str(folder), "secret_file": folder / "secret", "role": "decode", "worker_id": "w"}
-    fixed = {"routers": ("127.0.0.1:1",), "num_pages": 64, "dtype": "float32", "rank_memory": "own"}
-    return load_config(WorkerConfig, flags={**own, **fixed, **settings})
+    return settings_of(folder, **{"num_pages": 64, "dtype": "float32", "rank_memory": "own", **settings})
 
 
 @pytest.mark.parametrize(
@@ -67,24 +66,23 @@ def test_models_that_were_not_tried_with_memory_of_ranks_are_refused(
     write_model(family, tmp_path)
     config = worker(tmp_path, **settings)
     with pytest.raises(ConfigError, match=f"rank_memory: own is not served for {problem}"):
-        build_engine(config, open_model(config), b"secret", lambda _: None)
+        built(config)
 
 
 @pytest.mark.parametrize(
     ("family", "settings", "shares"),
     [
-        pytest.param("llama3", {}, [Share((0, 3), (0, 2))], marks=LONG),
-        pytest.param("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))], marks=LONG),
-        pytest.param(
-            "llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))], marks=LONG
-        ),
-        pytest.param("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))], marks=LONG),
         ("deepseek-v3", TWO, [Share((0, 3), (0, 1), copy, 2) for copy in (0, 1)]),
-        pytest.param(
-            "llama3",
-            {"tensor_parallel_size": 4},
-            [Share((0, 3), head, copy, 2) for head in ((0, 1), (1, 2)) for copy in (0, 1)],
-            marks=LONG,
+        *long(
+            ("llama3", {}, [Share((0, 3), (0, 2))]),
+            ("llama3", TWO, [Share((0, 3), (0, 1)), Share((0, 3), (1, 2))]),
+            ("llama3", {"pipeline_parallel_size": 2}, [Share((1, 3), (0, 2)), Share((0, 1), (0, 2))]),
+            ("gemma3", TWO, [Share((0, 2), (0, 1)), Share((0, 2), (1, 2))]),
+            (
+                "llama3",
+                {"tensor_parallel_size": 4},
+                [Share((0, 3), head, copy, 2) for head in ((0, 1), (1, 2)) for copy in (0, 1)],
+            ),
         ),
     ],
 )
@@ -93,7 +91,7 @@ def test_each_rank_describes_memory_of_its_own_with_its_heads_or_layers(
 ) -> None:
     write_model(family, tmp_path)
     config = worker(tmp_path, **settings)
-    engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    engine = built(config)
     mover = build_mover(config, Peer(WorkerId("w"), new_incarnation()), engine.executor, lambda _: None, b"secret")
     described = decode_ranks(mover.describe())
     assert mover.first_mismatch((PageId(3), PageId(9)), (0, 0)) == 0

@@ -20,6 +20,7 @@ from rank_pages import pages_of, ranks, whole_page
 from safetensors.torch import load_file, save_file
 from torch import Tensor, float32, from_numpy
 from torch.testing import assert_close
+from worker_settings import needed
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.ids import PageId
@@ -51,9 +52,8 @@ VECTORS = StepPlan(tuple([Chunk((1, 2, 3), 0, (PageId(i),), (), pooling=of) for 
 def config_of(folder: Path, size: int = 2, by: str = TENSOR, **settings: object) -> WorkerConfig:
     model = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "max_position_embeddings": 64, **SHAPE}
     (folder / "config.json").write_text(json.dumps(model))
-    given = {"model": str(folder), "worker_id": "w", "routers": ("host:1",), "secret_file": folder, "role": "decode"}
     own = {"num_pages": 8, "load_format": "dummy", "dtype": "float32", by: size}
-    return WorkerConfig.model_validate({**given, **own, **settings})
+    return WorkerConfig.model_validate({**needed(folder), **own, **settings})
 
 
 @contextmanager

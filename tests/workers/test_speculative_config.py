@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from engine_answers import written
 from model_zoo import write_model
+from worker_settings import built, settings_of
 
 from pdserve.base.errors import ConfigError
 from pdserve.engine.guesses import AnswerLookup, DraftsBy, NgramLookup
 from pdserve.executor import draft_loading, loading
 from pdserve.protocol.drafts import DraftSource
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.settings.config import WorkerConfig, load_config
-from pdserve.worker.boot import build_engine, open_model
+from pdserve.settings.config import WorkerConfig
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
 DRAFT = '{"method": "draft_model", "model": "x"}'
@@ -23,9 +23,7 @@ OWN_RANKS: dict[str, object] = {"tensor_parallel_size": 2, "rank_memory": "own"}
 
 
 def worker(tmp_path: Path, given: object, **settings: object) -> WorkerConfig:
-    own = {"model": str(tmp_path), "secret_file": tmp_path / "secret", "role": "decode", "worker_id": "w"}
-    fixed = {"routers": ("127.0.0.1:1",), "num_pages": 40, "dtype": "float32"}
-    return load_config(WorkerConfig, flags={**own, **fixed, **settings, "speculative_config": given})
+    return settings_of(tmp_path, **{"num_pages": 40, "dtype": "float32", "speculative_config": given, **settings})
 
 
 SUFFIX = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 7}'
@@ -37,7 +35,7 @@ SUFFIX = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max
 def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path, given: str, lookup: NgramLookup) -> None:
     config = worker(write_model("llama3", tmp_path), given)
     assert config == worker(tmp_path, json.loads(given))
-    engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+    engine = built(config)
     engine.executor.close()
     limits = engine.scheduler.limits
     assert (limits.num_speculative_tokens, limits.guesser) == (4, lookup)
@@ -117,7 +115,7 @@ def test_a_draft_model_guesses_up_to_its_own_length_and_that_of_the_worker(tmp_p
     for max_model_len, longest in ((None, 600), (500, 500)):
         (draft / "config.json").write_text(json.dumps({**read(draft), "max_position_embeddings": 600}))
         config = drafting(target, draft, max_model_len=max_model_len, num_pages=64)
-        engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+        engine = built(config)
         engine.executor.close()
         limits = engine.scheduler.limits
         assert (limits.num_speculative_tokens, limits.guesser) == (5, DraftsBy(DraftSource.DRAFT_MODEL, longest))
@@ -139,7 +137,7 @@ def test_models_that_nobody_has_seen_draft_are_refused(tmp_path: Path, family: s
     target, draft = (write_model(each, tmp_path / each) for each in ("llama3", family))
     config = drafting(target, draft)
     with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has {kind}"):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
+        built(config)
 
 
 def test_a_draft_model_that_cannot_be_read_is_named_by_its_own_key(tmp_path: Path) -> None:
@@ -148,7 +146,7 @@ def test_a_draft_model_that_cannot_be_read_is_named_by_its_own_key(tmp_path: Pat
     for model in (draft, tmp_path / "nowhere"):
         config = drafting(target, model)
         with pytest.raises(ConfigError, match=rf"^speculative_config\.model: .*{model.name}"):
-            build_engine(config, open_model(config), b"secret", lambda share: None)
+            built(config)
 
 
 def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
@@ -160,7 +158,7 @@ def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
     vocab[one], vocab[other] = vocab[other], vocab[one]
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has other tokens"):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
+        built(config)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -170,7 +168,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     )
     config = drafting(target, draft)
     with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has 520 tokens"):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
+        built(config)
 
 
 def test_memory_that_the_draft_model_lacks_is_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +178,7 @@ def test_memory_that_the_draft_model_lacks_is_named_with_it(tmp_path: Path, monk
     for module in (loading, draft_loading):
         monkeypatch.setattr(module, "available_bytes", lambda: 2 * pool_bytes)
     with pytest.raises(ConfigError, match=rf"speculative_config\.model: .* and {pool_bytes} are left"):
-        build_engine(config, open_model(config), b"secret", lambda share: None)
+        built(config)
 
 
 def read(model: Path) -> dict[str, object]:

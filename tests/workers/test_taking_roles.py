@@ -1,12 +1,12 @@
 """A worker takes another role while it serves, and workers that hand off to each other never wait for each other."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from wired_cores import MAX_MODEL_LEN, PAGE_SIZE, ROUTER, WiredCores, core_worker, job, wanted
+from worker_settings import built, settings_of_tiny
 
 from pdserve.base.errors import ConfigError, ProtocolError
 from pdserve.base.roles import Role
@@ -14,9 +14,7 @@ from pdserve.engine.kvcache import Room
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors
 from pdserve.protocol.reports import Failure, Stage
-from pdserve.settings.config import WorkerConfig
 from pdserve.worker.admission import Roles
-from pdserve.worker.boot import build_engine, open_model
 from pdserve.worker.messages import Cancelled, Failed, Placed, Progress, RoleGiven, RoleTaken
 
 LONGEST = MAX_MODEL_LEN // PAGE_SIZE
@@ -140,13 +138,9 @@ def test_a_mixed_worker_that_becomes_a_prefill_worker_starts_what_waited_for_the
 
 @pytest.mark.parametrize("role", list(Role))
 def test_a_mixed_worker_alone_does_not_start_with_such_a_pool(role: Role, tmp_path: Path) -> None:
-    shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "max_position_embeddings": 64, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    given = {"model": str(tmp_path), "worker_id": "w", "routers": ("host:1",), "secret_file": tmp_path, "num_pages": 7}
-    config = WorkerConfig.model_validate({**given, "role": role, "load_format": "dummy"})
+    config = settings_of_tiny(tmp_path, num_pages=7, role=role)
     try:
-        build_engine(config, open_model(config), b"secret", lambda _: None)
+        built(config)
     except ConfigError as error:
         assert role is Role.MIXED
         assert str(error).startswith("role: 7 pages are less than two of the longest sequences need, 8")  # noqa: PT017
