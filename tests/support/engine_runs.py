@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rank_pages import ranks
+from scheduled import sequence_of
 from worker_settings import built, settings_of
 
-from pdserve.base.ids import Attempt, RequestId
-from pdserve.engine.sequence import Broken, Job, Sampled
-from pdserve.engine.sequence import Sequence as Running
+from pdserve.engine.sequence import Broken, Sampled
 from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import WorkerConfig
@@ -63,7 +62,7 @@ def answers(engine: Engine, asked: Sequence[Asked], depth: int = 2) -> Answers:
 
     Steps count as if each of their tokens and guesses took as long, so how many guesses pay is the same everywhere.
     """
-    scheduler, running = engine.scheduler, [_sequence(number, *each) for number, each in enumerate(asked)]
+    scheduler, running = engine.scheduler, [sequence_of(number, *each) for number, each in enumerate(asked)]
     for sequence in running:
         scheduler.add(sequence)
     texts: dict[tuple[int, int], list[int]] = {}
@@ -95,9 +94,3 @@ def answers(engine: Engine, asked: Sequence[Asked], depth: int = 2) -> Answers:
 def _timed(plan: StepPlan, result: StepResult) -> StepResult:
     draft_s = 0.0005 * max([0, *map(len, result.drafts.values())])
     return replace(result, elapsed_s=0.01 + 0.0001 * plan.num_tokens + draft_s, draft_s=draft_s)
-
-
-def _sequence(number: int, prompt: Sequence[int], params: SamplingParams) -> Running:
-    indices = tuple(range(params.n))
-    job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, indices)
-    return Running(job, indices, list(prompt), number)

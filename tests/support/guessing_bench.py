@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from listed_answers import Listed
+from scheduled import sequence_of
 
-from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.guesses import DraftsBy, NgramLookup
 from pdserve.engine.head_drafting import HeadDrafter, HeadRunner
@@ -17,7 +17,7 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
+from pdserve.engine.sequence import Broken, Finish, Sampled, Sequence
 from pdserve.engine.step import Matcher, StepPlan, StepResult, work_of
 from pdserve.engine.verification import Run, verifying
 from pdserve.executor.failing import Isolating
@@ -112,10 +112,7 @@ class Bench:
         self._drawn = random.Random(3)
 
     def add(self, number: int, asked: Seq[int], params: SamplingParams, matcher: Matcher | None = None) -> None:
-        key = RequestId(number.to_bytes(16)), Attempt(0)
-        new_matcher = None if matcher is None else lambda: matcher
-        job = Job(*key, tuple(asked), len(asked), params, tuple(range(params.n)), new_matcher=new_matcher)
-        self.scheduler.add(Sequence(job, job.indices, list(asked), order=number))
+        self.scheduler.add(sequence_of(number, asked, params, matcher=matcher))
 
     def run(self) -> "Bench":
         running = deque[tuple[StepPlan, Callable[[], StepResult]]]()

@@ -3,17 +3,17 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 
 import grpc
+from link_endpoints import SECRET, listening
 from stream_ends import Heard
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.net.credentials import Credentials
-from pdserve.net.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.link import layout_to_proto
 from pdserve.protocol.page_tables import PageTables
@@ -30,7 +30,6 @@ from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Event
 
-SECRET = b"s" * 32
 HASHER = PrefixHasher(SECRET, "m")
 PAGE_SIZE, NUM_PAGES, MAX_PAGES = 16, 8192, 256  # in the cache, and in a message
 LAYOUT = KvLayout("w", 1, 1, 8, PAGE_SIZE, "float32")
@@ -90,18 +89,6 @@ class Router:
         """Wait until this router knows that a worker holds a prompt."""
         hashes, prefixes = block_hashes(HASHER, token_ids, EVERYONE), self.shell.core.predictor.prefixes
         await self.shell.until(lambda: max(prefixes.match(hashes, 1e9).values(), default=0) >= len(token_ids))
-
-
-@asynccontextmanager
-async def listening(endpoint: LinkServiceServicer, port: int) -> AsyncIterator[None]:
-    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
-    add_LinkServiceServicer_to_server(endpoint, server)
-    assert server.add_insecure_port(f"127.0.0.1:{port}") == port
-    await server.start()
-    try:
-        yield
-    finally:
-        await server.stop(None)
 
 
 def free_ports(count: int) -> list[int]:

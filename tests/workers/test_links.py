@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+from link_endpoints import SECRET, listening
 from stream_ends import Heard
 
 from pdserve.net.credentials import Credentials
-from pdserve.net.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
+from pdserve.net.rpc import DISMISSED_STATUS
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.worker.link import MAX_QUEUED, Links
 from pdserve.worker.messages import Cancelled, DrainAsked, Event, RouterLost
 
-SECRET = b"s" * 32
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
 
 
@@ -49,19 +49,15 @@ async def attached(
     word: link.AttachResponse = link.AttachResponse(drain=link.Drain()),  # noqa: B008 - nobody changes it
 ) -> AsyncIterator[tuple[Welcoming, Links, Heard[Event]]]:
     router, heard = Welcoming(word), Heard[Event]()
-    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
-    add_LinkServiceServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    links = Links((f"127.0.0.1:{port}",), Credentials(SECRET), link.Register(worker_id="d0"), heard, not_dismissed)
-    running = asyncio.create_task(links.run())
-    try:
-        async with asyncio.timeout(20):
-            yield router, links, heard
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-        await server.stop(None)
+    async with listening(router) as address:
+        links = Links((address,), Credentials(SECRET), link.Register(worker_id="d0"), heard, not_dismissed)
+        running = asyncio.create_task(links.run())
+        try:
+            async with asyncio.timeout(20):
+                yield router, links, heard
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
 
 
 async def test_messages_that_come_together_are_heard_in_their_order() -> None:
@@ -127,21 +123,10 @@ class Dismissing(LinkServiceServicer):
 
 @asynccontextmanager
 async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, Links, list[str]]]:
-    router, why = Dismissing(status), list[str]()
-    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
-    add_LinkServiceServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    heard = Heard[Event]()
-    try:
-        async with asyncio.timeout(20):
-            yield (
-                router,
-                Links((f"127.0.0.1:{port}",), Credentials(SECRET), link.Register(worker_id="d0"), heard, why.append),
-                why,
-            )
-    finally:
-        await server.stop(None)
+    router, why, heard = Dismissing(status), list[str](), Heard[Event]()
+    async with listening(router) as address, asyncio.timeout(20):
+        links = Links((address,), Credentials(SECRET), link.Register(worker_id="d0"), heard, why.append)
+        yield router, links, why
 
 
 async def test_a_worker_that_a_router_sends_away_for_good_hears_why_and_dials_it_no_more() -> None:
