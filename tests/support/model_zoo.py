@@ -33,6 +33,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 512,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MSCALES = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -90,6 +91,21 @@ CHUNKED = {  # of Llama 4
     "rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 64},
 }
 
+LATENT_ROWS: dict[str, object] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+FOUR_GROUPS: dict[str, object] = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}  # of experts
+BETWEEN_STATES: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+}
+
 GEMMA_4 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -137,52 +153,30 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "cohere2": causal(transformers.Cohere2Config, sliding_window=96, sliding_window_pattern=3, logit_scale=0.25),
     "deepseek-v2": causal(
         transformers.DeepseekV2Config,
-        q_lora_rank=None,
-        kv_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        num_key_value_heads=4,
+        **{**LATENT_ROWS, "q_lora_rank": None},
         first_k_dense_replace=1,
         n_routed_experts=6,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "deepseek-v2-groups": causal(
         transformers.DeepseekV2Config,
-        q_lora_rank=24,
-        kv_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        num_key_value_heads=4,
+        **LATENT_ROWS,
         n_routed_experts=12,
         topk_method="group_limited_greedy",
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=3,
+        **FOUR_GROUPS,
         routed_scaling_factor=2.0,
         moe_intermediate_size=48,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "deepseek-v3": causal(
         transformers.DeepseekV3Config,
-        q_lora_rank=24,
-        kv_lora_rank=40,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        num_key_value_heads=4,
+        **LATENT_ROWS | {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 12, "rope_parameters": MSCALES},
         first_k_dense_replace=1,
         n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
+        **FOUR_GROUPS,
         moe_intermediate_size=64,
-        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     ),
     "ernie-moe": causal(
         transformers.Ernie4_5_MoeConfig, moe_num_experts=6, moe_k=3, moe_intermediate_size=64, moe_layer_start_index=1
@@ -224,16 +218,10 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     ),
     "glm4-lite": causal(
         transformers.Glm4MoeLiteConfig,
-        q_lora_rank=24,
-        kv_lora_rank=48,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=24,
-        num_key_value_heads=4,
+        **LATENT_ROWS | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24},
         n_routed_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gpt-oss": causal(
         transformers.GptOssConfig,
@@ -248,9 +236,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         transformers.Glm4MoeConfig,
         head_dim=16,
         n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
+        **FOUR_GROUPS,
         moe_intermediate_size=64,
         routed_scaling_factor=1.5,
         use_qk_norm=True,
@@ -329,9 +315,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         num_hidden_layers=5,
         layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
         n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
+        **FOUR_GROUPS,
         routed_scaling_factor=2.5,
         moe_intermediate_size=64,
         moe_shared_expert_intermediate_size=96,
@@ -413,18 +397,8 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "lfm2": causal(transformers.Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
     "llama4": causal(transformers.Llama4TextConfig, num_hidden_layers=4, **CHUNKED),
     "qwen3-next": causal(transformers.Qwen3NextConfig, num_hidden_layers=4, head_dim=32, **DELTA_EXPERTS),
-    "qwen3.5": causal(
-        transformers.Qwen3_5TextConfig,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        head_dim=32,
-        **DELTA_HEADS,
-    ),
-    "qwen3.5-moe": causal(
-        transformers.Qwen3_5MoeTextConfig,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        head_dim=32,
-        **DELTA_EXPERTS,
-    ),
+    "qwen3.5": causal(transformers.Qwen3_5TextConfig, **BETWEEN_STATES, **DELTA_HEADS),
+    "qwen3.5-moe": causal(transformers.Qwen3_5MoeTextConfig, **BETWEEN_STATES, **DELTA_EXPERTS),
     "seed-oss": causal(transformers.SeedOssConfig, head_dim=32, attention_out_bias=True),
     "smollm3": causal(transformers.SmolLM3Config, no_rope_layer_interval=2),
     "starcoder2": causal(transformers.Starcoder2Config, tie_word_embeddings=False),
@@ -455,20 +429,10 @@ WITH_IMAGES = {
     ),
     "gemma4-images": seeing(transformers.Gemma4Config, "gemma4_text", "gemma4_vision", **GEMMA_4, pad_token_id=0),
     "qwen3.5-images": seeing(
-        transformers.Qwen3_5Config,
-        "qwen3_5_text",
-        "qwen3_5_vision",
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        head_dim=32,
-        **DELTA_HEADS,
+        transformers.Qwen3_5Config, "qwen3_5_text", "qwen3_5_vision", **BETWEEN_STATES, **DELTA_HEADS
     ),
     "qwen3.5-moe-images": seeing(
-        transformers.Qwen3_5MoeConfig,
-        "qwen3_5_moe_text",
-        "qwen3_5_moe_vision",
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        head_dim=32,
-        **DELTA_EXPERTS,
+        transformers.Qwen3_5MoeConfig, "qwen3_5_moe_text", "qwen3_5_moe_vision", **BETWEEN_STATES, **DELTA_EXPERTS
     ),
     "llama4-images": seeing(transformers.Llama4Config, "llama4_text", "llama4_vision_model", **CHUNKED),
     "mistral3-images": seeing(transformers.Mistral3Config, "mistral", "pixtral", sliding_window=None),
@@ -476,38 +440,15 @@ WITH_IMAGES = {
 LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 GRANITES = ("granite-hybrid", "granite-hybrid-dense")
-STATES = (
-    *DELTA_NETS,
-    "bamba",
-    "falcon-h1",
-    *GRANITES,
-    "lfm2",
-    "lfm2-moe",
-    "nemotron-h",
-    "nemotron-h-moe",
-    "nemotron-h-latent",
-)
+NEMOTRONS = ("nemotron-h", "nemotron-h-moe", "nemotron-h-latent")
+STATES = (*DELTA_NETS, "bamba", "falcon-h1", *GRANITES, "lfm2", "lfm2-moe", *NEMOTRONS)
 IN_TILES = (*LATENT, "falcon-h1", "qwen3-next", "qwen3.5-moe")  # all of whose matrices are in tiles in bfloat16 alone
 IN_TORCH = (*IN_TILES, "llama4")  # of which torch computes a part in float32
 WITH_EXPERTS = (
     *LATENT,
-    "ernie-moe",
-    "gemma4-moe",
-    "granite-hybrid",
-    "glm4-moe",
-    "gpt-oss",
-    "granite-moe",
-    "lfm2-moe",
-    "llama4",
-    "minimax-m2",
-    "mixtral",
-    "nemotron-h-moe",
-    "nemotron-h-latent",
-    "olmoe",
-    "qwen2-moe",
-    "qwen3-moe",
-    "qwen3-next",
-    "qwen3.5-moe",
+    *("ernie-moe", "gemma4-moe", "granite-hybrid", "glm4-moe", "gpt-oss", "granite-moe", "lfm2-moe", "llama4"),
+    *("minimax-m2", "mixtral", "nemotron-h-moe", "nemotron-h-latent", "olmoe", "qwen2-moe", "qwen3-moe"),
+    *("qwen3-next", "qwen3.5-moe"),
 )
 
 
