@@ -3,6 +3,7 @@
 import pytest
 import torch
 from greedy_runs import spec
+from small_shapes import FOUR_HEADS, SMALL
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.expert_balance import WINDOW, ExpertBalance
@@ -13,18 +14,13 @@ from pdserve.model.loading import dummy_weights, load_model
 
 CONFIG = ModelConfig.from_hf(
     {
+        **SMALL,
+        **FOUR_HEADS,
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 64,
         "moe_intermediate_size": 32,
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "eos_token_id": 5,
     }
 )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 from held_weights import scaled
+from small_models import small_config
 from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
@@ -15,7 +16,6 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.model import ops_cpu
-from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import GatedMlp as GatedDesign
 from pdserve.model.family import Tensors
@@ -26,19 +26,7 @@ from pdserve.model.ops import Dense, GateUp, Linear, Ops, Packed, weight_bytes
 from pdserve.model.ops_cpu import CpuOps
 from pdserve.model.weights import Rank
 
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "eos_token_id": 5,
-    }
-)
+CONFIG = small_config(300, intermediate_size=128)
 PROMPTS = [[1, 2, 3], list(range(40)), [7]]
 
 

@@ -18,6 +18,7 @@ import torch
 from greedy_runs import greedy_texts
 from held_weights import scaled
 from long_cases import long
+from small_shapes import FOUR_HEADS, MISTRAL, SMALL
 from torch import Tensor
 from worker_settings import needed
 
@@ -36,17 +37,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 16, 60
 SPEC = AttentionSpec(6, 2, 32, PAGE_SIZE, 1, 0.3)
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=256, max_model_len=256, eos_token_ids=frozenset())
-MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "sliding_window": 24,
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-}
+SMALL_MISTRAL = {**SMALL, **MISTRAL, **FOUR_HEADS, "vocab_size": 300}
 
 
 class Wrapper:
@@ -147,7 +138,7 @@ def test_without_the_library_the_reason_says_what_to_install() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_an_engine_whose_prompts_it_computes_draws_the_same_tokens() -> None:
-    config = ModelConfig.from_hf(MISTRAL)
+    config = ModelConfig.from_hf(SMALL_MISTRAL)
     weights = scaled(dummy_weights(config))
     model = load_model(config, weights, torch.float32)
     prompts = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 40)]

@@ -10,6 +10,7 @@ import torch
 from greedy_runs import greedy_texts
 from held_weights import scaled
 from mapped_files import mapped_kb
+from small_shapes import FOUR_HEADS, SMALL
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner
@@ -20,20 +21,8 @@ from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 
 PROMPTS = [[5, 9, 200, 41], [77, 3]]
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 300,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "eos_token_id": 5,
-        "tie_word_embeddings": True,
-    }
-)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": True}
+CONFIG = ModelConfig.from_hf({**SMALL, **FOUR_HEADS, **SIZES, "architectures": ["LlamaForCausalLM"], "vocab_size": 300})
 
 
 @pytest.fixture(autouse=True)
