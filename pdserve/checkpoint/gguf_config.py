@@ -3,7 +3,8 @@
 from collections.abc import Container, Mapping
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, LAYER_EPSILON, NUM_MORE, RMS_EPSILON, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES
+from pdserve.checkpoint.gguf_family import FUSED, LAYER_EPSILON, NUM_MORE, RMS_EPSILON, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.checkpoint.gguf_latents import SIGMOID, SOFTMAX, latent_config, with_magnitude
 from pdserve.checkpoint.gguf_rope import DEFAULT_THETA, rope_parameters

@@ -17,7 +17,8 @@ from gguf.quants import Q4_K
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
 from pdserve.checkpoint.gguf_config import architecture_of
-from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, NUM_MORE, SHARED_GATE, STACKS, Experts, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES
+from pdserve.checkpoint.gguf_family import FUSED, NUM_MORE, SHARED_GATE, STACKS, Experts, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import in_form, weights_in_form
-from pdserve.checkpoint.gguf_families import LAYER_NAMES, TOP_NAMES
+from pdserve.checkpoint.gguf_family import LAYER_NAMES, TOP_NAMES
 from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.model.config import ModelConfig
