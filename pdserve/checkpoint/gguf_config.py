@@ -8,6 +8,7 @@ from pdserve.checkpoint.gguf_family import FUSED, LAYER_EPSILON, NUM_MORE, RMS_E
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.checkpoint.gguf_latents import SIGMOID, SOFTMAX, latent_config, with_magnitude
 from pdserve.checkpoint.gguf_rope import DEFAULT_THETA, rope_parameters
+from pdserve.checkpoint.gguf_states import one_for_all_layers, state_config
 from pdserve.model.families.reading import FULL, SLIDING
 from pdserve.model.fields import Fields
 
@@ -38,7 +39,8 @@ def hf_config(file: GgufFile) -> dict[str, object]:
     """Return the mapping `ModelConfig.from_hf` reads; ConfigError names a key that has no counterpart."""
     architecture = architecture_of(file)
     family, prefix = FAMILIES[architecture], f"{architecture}."
-    fields = Fields({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, prefix)
+    values = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    fields = Fields(one_for_all_layers(values, family, prefix), prefix)
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise ConfigError("token_embd.weight: the file has no such matrix")
@@ -50,7 +52,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         "architectures": [family.architecture],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": fields.integer("embedding_length"),
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer("feed_forward_length", fields.optional_int("expert_feed_forward_length")),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": fields.integer("attention.head_count"),
         "num_key_value_heads": fields.integer("attention.head_count_kv", fields.integer("attention.head_count")),
@@ -65,6 +67,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         **{each.name: fields.number(each.key, each.default) for each in (family.epsilon, *family.numbers)},
         **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
         **_scores(fields, family, head_dim),
+        **state_config(fields, family, shapes),
         **_experts(fields, family),
         **(latent_config(fields, shapes) if family.has_latents else {}),
     }
@@ -153,7 +156,7 @@ def _check_keys(fields: Fields, family: GgufFamily) -> None:
     if family.epsilon.key == LAYER_EPSILON:
         fields.optional_number(RMS_EPSILON)  # the converter writes it beside the one that counts
     for key in fields.unread():
-        if key not in UNREAD_KEYS:
+        if key not in UNREAD_KEYS and key not in family.inert:
             raise fields.unsupported(key, "no such key")
 
 

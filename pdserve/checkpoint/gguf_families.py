@@ -13,6 +13,7 @@ from pdserve.checkpoint.gguf_family import (
     LAYER_EPSILON,
     LAYER_NAMES,
     NUM_MORE,
+    OF_GRANITE,
     SHARED_GATE,
     TOP_NAMES,
     Experts,
@@ -22,6 +23,7 @@ from pdserve.checkpoint.gguf_family import (
     shared,
     without,
 )
+from pdserve.checkpoint.gguf_states import SPACE_KEYS, STATEFUL
 
 _ATTENTION, _MLP = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_gate"}
 _FUSED_MLP = {**without("ffn_gate"), "ffn_up": "mlp.gate_up_proj"}
@@ -37,12 +39,6 @@ _BETWEEN_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_OF_GRANITE = (
-    Number("attention.scale", "attention_multiplier"),
-    Number("embedding_scale", "embedding_multiplier", 1.0),
-    Number("logit_scale", "logits_scaling"),
-    Number("residual_scale", "residual_multiplier", 1.0),
-)
 _OF_MIXTRAL = Experts(
     "MixtralForCausalLM", "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size"
 )
@@ -63,6 +59,7 @@ _OF_GLM = Experts(
 _LLAMA = GgufFamily("LlamaForCausalLM", biases=_ATTENTION | _MLP, interleaved=True)
 
 FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
+    **STATEFUL,
     "llama": replace(_LLAMA, windows=Windows("MistralForCausalLM"), experts=_OF_MIXTRAL),
     "qwen2": GgufFamily("Qwen2ForCausalLM", biases=_ATTENTION | _MLP),
     "qwen3": GgufFamily("Qwen3ForCausalLM", LAYER_NAMES | HEAD_NORMS, biases=_ATTENTION | _MLP),
@@ -109,7 +106,7 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
         _LLAMA,
         architecture="GraniteMoeForCausalLM",
         biases=_ATTENTION,
-        numbers=_OF_GRANITE,
+        numbers=OF_GRANITE,
         experts=Experts(
             "GraniteMoeForCausalLM",
             "block_sparse_moe",
@@ -200,7 +197,8 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
     "granite": replace(
         _LLAMA,
         architecture="GraniteForCausalLM",
-        numbers=_OF_GRANITE,
+        numbers=OF_GRANITE,
+        inert=(*SPACE_KEYS, "expert_shared_feed_forward_length"),  # of Granite 4 without Mamba, which has them
     ),
     "hunyuan-dense": GgufFamily(
         "HunYuanDenseV1ForCausalLM",

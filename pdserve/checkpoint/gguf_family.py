@@ -1,7 +1,11 @@
 """What the files of one architecture may hold, and in which ways they differ from a Llama's. Free of numpy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+
+from pdserve.model.fields import Fields
+
+Shapes = Mapping[str, tuple[int, ...]]  # of a file's tensors
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -58,6 +62,16 @@ class Experts:
     own: Mapping[str, object] = field(default_factory=dict)  # of config.json, which files do not say
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """What it means that some layers keep states."""
+
+    config: Callable[[Fields, Shapes], dict[str, object]]  # what the config.json has beside that of other families
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of layers in config.json, each by a part that they have
+    kinds_key: str = "layer_types"  # in config.json
+    may_guess: bool = False  # blocks behind the others may guess tokens
+
+
 NUM_MORE = "num_nextn_predict_layers"  # in config.json; in files, blocks count these too
 STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
@@ -85,6 +99,9 @@ class GgufFamily:
     partial_rope: bool = False  # a part of each head may turn
     long_rope: bool = False  # the file may have factors for short and for long contexts
     norms_plus: float = 0.0  # what norms in the file have on top of Hugging Face's
+    states: States | None = None  # None: all layers have attention
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # matrices, each by the parts it is in
+    inert: Container[str] = ()  # keys that change no result in this family
     xielu: bool = False  # the metadata have scalars of each layer's activation
 
 
@@ -95,3 +112,11 @@ def without(*parts: str) -> dict[str, str]:
 def shared(block: str) -> dict[str, str]:
     """Return the names of the MLP that every token takes beside its experts."""
     return {f"ffn_{part}_shexp": f"mlp.{block}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+OF_GRANITE = (
+    Number("attention.scale", "attention_multiplier"),
+    Number("embedding_scale", "embedding_multiplier", 1.0),
+    Number("logit_scale", "logits_scaling"),
+    Number("residual_scale", "residual_multiplier", 1.0),
+)

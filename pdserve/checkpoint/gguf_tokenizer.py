@@ -48,6 +48,9 @@ _FALCON = Split((r"[\p{P}\$\+<=>\^~\|`]+", GPT2_WORDS, r"[0-9][0-9][0-9]"))
 _THREE_DIGITS = Split((LLAMA3_WORDS,))
 _LLAMA3 = replace(_THREE_DIGITS, ignore_merges=True, add_bos=True)
 _QWEN2 = Split((QWEN2_WORDS,))
+_QWEN35 = Split(
+    _either(CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", SPACES)
+)
 _SEED = Split(_either(CONTRACTIONS, LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", SPACES))
 _TEKKEN = Split(_either(*_CAPITALIZED, r"\p{N}", _PATHS, SPACES), ignore_merges=True, add_bos=True)
 _GPT4O = Split(_either(*(f"{word}{CONTRACTIONS}?" for word in _CAPITALIZED), r"\p{N}{1,3}", _PATHS, SPACES))
@@ -91,6 +94,7 @@ SPLITS = {
     **_named(_QWEN2, ["qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"]),
     **_named(_GPT4O, ["gpt-4o", "llama4"]),
     "falcon": _FALCON,
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "seed-coder": _SEED,
     "deepseek-coder": _DEEPSEEK_CODER,

@@ -21,6 +21,7 @@ from pdserve.checkpoint.gguf_families import FAMILIES
 from pdserve.checkpoint.gguf_family import FUSED, NUM_MORE, SHARED_GATE, STACKS, Experts, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
+from pdserve.checkpoint.gguf_state_weights import with_states
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.groups import SIGNED_ZERO, Bytes, Floats, Groups, Halves, mxfp4, packed_halves, quantized
@@ -40,17 +41,27 @@ def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = Fals
     of_rope = (FACTORS, SHORT_FACTORS, LONG_FACTORS) if family.long_rope else (FACTORS,)
     weights = _scalars(file, config.num_layers) if family.xielu else {}
     for tensor in _separate(file.tensors, family, config):
-        if tensor.name in of_rope:
+        if tensor.name in of_rope or (family.states is not None and _layer_of(tensor.name) >= config.num_layers):
             continue
         name = hf_name(tensor.name, family)
         if name in weights:
             raise ConfigError(f"{tensor.name}: given twice")
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
         keeps = keep_coded and tensor.is_quantized and len(tensor.shape) == 2
-        minus = family.norms_plus if tensor.name.endswith("norm.weight") else 0.0
+        minus = family.norms_plus if tensor.name.endswith("norm.weight") and ".ssm_norm." not in tensor.name else 0.0
         reader = _Reader(file.path, raw, tensor, num_heads, keeps, minus)
         weights[name] = Stored(tensor.shape, reader.read, *((GROUP, _codes(tensor)) if keeps else ()))
-    return _with_whole_expansions(weights)
+    weights = _with_whole_expansions(weights)
+    return with_states(weights, family, config) if family.states is not None else weights
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the layer that has a tensor; -1 if none has."""
+    match name.split("."):
+        case ["blk", layer, *_] if layer.isdecimal():
+            return int(layer)
+        case _:
+            return -1
 
 
 def _codes(tensor: GgufTensor) -> Codes:
@@ -163,9 +174,11 @@ def hf_name(name: str, family: GgufFamily) -> str:
     match name.split("."):
         case [part, "weight" | "bias" as kind] if part in family.top_names:
             return f"{family.top_names[part]}.{kind}"
-        case ["blk", layer, part, "weight" | "bias" as kind] if part in family.names and layer.isdecimal():
-            return f"model.layers.{layer}.{family.names[part]}.{kind}"
-        case ["blk", layer, part, "weight" | "bias"] if part in family.bare_names and layer.isdecimal():
+        case ["blk", layer, *parts, "weight" | "bias" as kind] if ".".join(parts) in family.names and layer.isdecimal():
+            return f"model.layers.{layer}.{family.names['.'.join(parts)]}.{kind}"
+        case ["blk", layer, part] | ["blk", layer, part, "weight" | "bias"] if (
+            part in family.bare_names and layer.isdecimal()
+        ):
             return f"model.layers.{layer}.{family.bare_names[part]}"
         case ["blk", layer, *parts] if family.experts is not None and layer.isdecimal():
             return f"model.layers.{layer}.{_of_experts(name, parts, family.experts)}"

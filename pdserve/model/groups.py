@@ -53,7 +53,10 @@ class Groups:
     def of_inputs(self, inputs: slice) -> "Groups":
         """Return the matrix of some inputs, which must be whole groups."""
         assert self.order is None, "groups in an order of their own cannot be parted"
-        groups = slice(inputs.start // GROUP, inputs.stop // GROUP)
+        return self.of_groups(slice(inputs.start // GROUP, inputs.stop // GROUP))
+
+    def of_groups(self, groups: "slice | Ints") -> "Groups":
+        """Return the matrix of some groups of inputs, in their order."""
         return self._of(self.codes[:, groups], self.scales[:, groups], self.minimums[:, groups])
 
     def of_outputs(self, outputs: slice | Ints) -> "Groups":

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf_logits import CLOSE, PROMPT, logits_of
 from gguf_models import CASES, random_model, round_matrices, write_gguf
-from greedy_runs import spec
-from model_zoo import load_oracle, prompt
-from torch import Tensor
-from whole_attention import torch_attention
+from gguf_state_models import STATE_CASES
+from model_zoo import load_oracle
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_config import hf_config
@@ -20,29 +19,13 @@ from pdserve.checkpoint.gguf_families import FAMILIES
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from pdserve.checkpoint.gguf_weights import read_weights
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.runner import Runner
-from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
 from pdserve.model.loading import load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-PAGE_SIZE, NUM_PAGES = 16, 10
-PROMPT = prompt(150)
-CLOSE = {"atol": 5e-4, "rtol": 5e-4}
 CODED = ("llama", "gemma2", "phi3-whole", "qwen2moe")  # of which codes are compared in each run
-
-
-@torch.inference_mode()
-def logits_of(path: Path) -> Tensor:
-    checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
-    runner, pages = Runner(model, 2 * NUM_PAGES, PAGE_SIZE), tuple(range(NUM_PAGES))
-    others = tuple(tuple(range(NUM_PAGES, 2 * NUM_PAGES)) for _ in runner.groups[1:])
-    step = StepPlan((Chunk(PROMPT, 0, pages, (spec(),), other_pages=others),))
-    attention = torch_attention(model, runner.kv, step, runner.groups)
-    return model.forward(torch.tensor(PROMPT), attention, None)
 
 
 @pytest.mark.parametrize("kind", [None, pytest.param(GGMLQuantizationType.Q8_0, marks=pytest.mark.long)])
@@ -98,7 +81,7 @@ def test_codes_that_are_kept_mean_what_the_file_means(name: str, tmp_path: Path)
 
 
 def test_each_served_architecture_is_tested() -> None:
-    written = {MODEL_ARCH_NAMES[case.arch] for case in CASES.values()}
+    written = {MODEL_ARCH_NAMES[case.arch] for case in (*CASES.values(), *STATE_CASES.values())}
     assert written == set(FAMILIES)
 
 

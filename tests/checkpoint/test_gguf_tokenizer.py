@@ -147,6 +147,7 @@ WORDS = {  # cut by hand from llama.cpp's patterns, at each |
     "starcoder": ONE_DIGIT,
     "llama-bpe": "It|'S| | a|123|4|.|5|=x|\n\n|12| 日本語| foo|/bar|\r\n|(x|)",
     "qwen2": "It|'S| | a|1|2|3|4|.|5|=x|\n\n|1|2| 日本語| foo|/bar|\r\n|(x|)",
+    "qwen35": "It|'S| | a|1|2|3|4|.|5|=x|\n\n|1|2| 日本語| foo|/bar|\r\n|(x|)",
     "gpt-4o": "It'S| | a|123|4|.|5|=x|\n\n|12| 日本語| foo|/bar|\r\n|(x|)",
     "tekken": "It|'S| | a|1|2|3|4|.|5|=x|\n\n|1|2| 日本語| foo|/bar|\r\n|(x|)",
     "falcon": "It|'|S| | a|123|4|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r\n|(|x|)",
@@ -174,6 +175,13 @@ def words_of(text: str, tokenizer_keys: dict[str, object], pre: str) -> list[str
     ],
 )
 def test_deepseeks_splits_differ_in_letters(tokenizer_keys: dict[str, object], pre: str, words: str) -> None:
+    assert words_of(words.replace("|", ""), tokenizer_keys, pre) == words.split("|")
+
+
+@pytest.mark.parametrize(("pre", "words"), [("qwen2", "cafe|\u0301s| a"), ("qwen35", "cafe\u0301s| a")])
+def test_qwen35_keeps_marks_with_the_letters_before_them(
+    tokenizer_keys: dict[str, object], pre: str, words: str
+) -> None:
     assert words_of(words.replace("|", ""), tokenizer_keys, pre) == words.split("|")
 
 

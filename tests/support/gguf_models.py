@@ -3,6 +3,7 @@
 Names come from the `gguf` package's own table, so that they check ours.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,12 @@ STACKED = {  # by what their names end with: their parts, and what the parts' na
     "experts.down_proj_bias": (DOWN, "bias"),
 }
 # Routers, which the converter keeps in float32.
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight")
+ROUTERS = (
+    *(f"{block}.gate.weight" for block in ("mlp", "mixer", "feed_forward")),
+    *("mlp.router.weight", "block_sparse_moe.router.weight"),
+)
+KERNELS = ("conv1d.weight", "conv.conv.weight")  # of convolutions, as well
+ALWAYS_FLOAT = re.compile(r"ffn_gate_inp|ssm_conv1d|shortconv\.conv|_norm\.")  # in files
 SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
 STACKS = (*GATE_UP, *DOWN)
 Array = NDArray[np.float32]
@@ -267,10 +273,13 @@ class Case:
     shape: dict[str, Any] = field(default_factory=dict)
     splits: bool = False  # the matrix that expands latents is in two parts
     num_more: int = 0  # layers that guess tokens, which the file has
+    changes: Callable[[str, Array, Any], list[tuple[str, Array]]] | None = None  # tensors in the place of one, if any
+    gain: float = 12.0  # of random matrices; at a lower one states magnify differences of rounding less
+    prefix: str = "model."  # of the names that the converter knows
     transformers_reads: bool = False  # of files with as many tokens as its config's default has, in these families
 
 
-def _zoo(arch: MODEL_ARCH, family: str, write: Write = _rms, **own: Any) -> Case:  # noqa: ANN401
+def zoo_case(arch: MODEL_ARCH, family: str, write: Write = _rms, **own: Any) -> Case:  # noqa: ANN401
     return Case(arch, MORE_FAMILIES[family], write, **own)
 
 
@@ -283,28 +292,28 @@ def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
 _IN_GROUPS_OF_32 = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 64}
 _LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CASES = {
-    "deepseek2": _zoo(
+    "deepseek2": zoo_case(
         MODEL_ARCH.DEEPSEEK2,
         "deepseek-v3",
         _deepseek_in_rows,
         splits=True,
         shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32, "rope_parameters": _LATENT_YARN},
     ),
-    "deepseek2-softmax": _zoo(
+    "deepseek2-softmax": zoo_case(
         MODEL_ARCH.DEEPSEEK2,
         "deepseek-v2-groups",
         _deepseek_in_rows,
         splits=True,
         shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32},
     ),
-    "deepseek2-older": _zoo(MODEL_ARCH.DEEPSEEK2, "deepseek-v2", _deepseek_in_heads, shape=_IN_GROUPS_OF_32),
-    "deepseek2-older-yarn": _zoo(
+    "deepseek2-older": zoo_case(MODEL_ARCH.DEEPSEEK2, "deepseek-v2", _deepseek_in_heads, shape=_IN_GROUPS_OF_32),
+    "deepseek2-older-yarn": zoo_case(
         MODEL_ARCH.DEEPSEEK2,
         "deepseek-v3",
         _deepseek_in_heads,
         shape={**_IN_GROUPS_OF_32, "q_lora_rank": 32, "n_group": 1, "topk_group": 1, "rope_parameters": _LATENT_YARN},
     ),
-    "glm4-lite": _zoo(
+    "glm4-lite": zoo_case(
         MODEL_ARCH.DEEPSEEK2,
         "glm4-lite",
         _deepseek_in_rows,
@@ -322,7 +331,7 @@ CASES = {
         ),
         _qwen2_experts,
     ),
-    "glm4moe": _zoo(MODEL_ARCH.GLM4_MOE, "glm4-moe", _glm_experts, num_more=1),
+    "glm4moe": zoo_case(MODEL_ARCH.GLM4_MOE, "glm4-moe", _glm_experts, num_more=1),
     "gpt-oss": Case(
         MODEL_ARCH.GPT_OSS,
         causal(
@@ -336,16 +345,16 @@ CASES = {
         _gpt_oss,
         shape={"hidden_size": 64, "intermediate_size": 64},
     ),
-    "granitemoe": _zoo(MODEL_ARCH.GRANITE_MOE, "granite-moe", _granite_experts, permutes=True),
-    "minimax-m2": _zoo(MODEL_ARCH.MINIMAXM2, "minimax-m2", _minimax),
-    "qwen3moe": _zoo(MODEL_ARCH.QWEN3MOE, "qwen3-moe", _experts),
-    "mixtral": _zoo(MODEL_ARCH.LLAMA, "mixtral", _mixtral, permutes=True),
+    "granitemoe": zoo_case(MODEL_ARCH.GRANITE_MOE, "granite-moe", _granite_experts, permutes=True),
+    "minimax-m2": zoo_case(MODEL_ARCH.MINIMAXM2, "minimax-m2", _minimax),
+    "qwen3moe": zoo_case(MODEL_ARCH.QWEN3MOE, "qwen3-moe", _experts),
+    "mixtral": zoo_case(MODEL_ARCH.LLAMA, "mixtral", _mixtral, permutes=True),
     "apertus": Case(MODEL_ARCH.APERTUS, causal(ApertusConfig, rope_parameters=LLAMA31_ROPE), _of_head),
-    "arcee": _zoo(MODEL_ARCH.ARCEE, "arcee", _of_head, permutes=True),
+    "arcee": zoo_case(MODEL_ARCH.ARCEE, "arcee", _of_head, permutes=True),
     "cohere2": Case(
         MODEL_ARCH.COHERE2, causal(Cohere2Config, sliding_window=40, logit_scale=0.25, num_hidden_layers=5), _cohere2
     ),
-    "ernie4_5": _zoo(MODEL_ARCH.ERNIE4_5, "ernie"),
+    "ernie4_5": zoo_case(MODEL_ARCH.ERNIE4_5, "ernie"),
     "exaone4": Case(MODEL_ARCH.EXAONE4, causal(Exaone4Config, sliding_window=40, sliding_window_pattern=3), _by_layer),
     "exaone4-whole": Case(
         MODEL_ARCH.EXAONE4, causal(Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 3), _by_layer
@@ -366,15 +375,15 @@ CASES = {
     "gemma3": _gemma_3(_gemma3, {"rope_type": "default", "rope_theta": 1e6}, 1e4),
     "gemma3-linear": _gemma_3(_gemma3_with_theta, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, 5e3),
     "gemma": Case(MODEL_ARCH.GEMMA, causal(GemmaConfig, head_dim=32), norms_plus=1.0),
-    "glm4": _zoo(MODEL_ARCH.GLM4, "glm4", _glm4),
-    "granite": _zoo(MODEL_ARCH.GRANITE, "granite", _granite, permutes=True),
+    "glm4": zoo_case(MODEL_ARCH.GLM4, "glm4", _glm4),
+    "granite": zoo_case(MODEL_ARCH.GRANITE, "granite", _granite, permutes=True),
     "hunyuan-dense": Case(
         MODEL_ARCH.HUNYUAN_DENSE, causal(HunYuanDenseV1Config, head_dim=16, rope_parameters=NTK_ROPE), _hunyuan
     ),
     "llama": Case(MODEL_ARCH.LLAMA, causal(LlamaConfig, attention_bias=True, mlp_bias=True), _of_head, permutes=True),
     "mistral": Case(MODEL_ARCH.LLAMA, FAMILIES["mistral"], _mistral, permutes=True),
-    "nemotron": _zoo(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
-    "olmo2": _zoo(MODEL_ARCH.OLMO2, "olmo2"),
+    "nemotron": zoo_case(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
+    "olmo2": zoo_case(MODEL_ARCH.OLMO2, "olmo2"),
     "olmo3": Case(
         MODEL_ARCH.OLMO2,
         causal(
@@ -388,7 +397,7 @@ CASES = {
         ),
         _olmo3,
     ),
-    "phi2": _zoo(MODEL_ARCH.PHI2, "phi", _phi2, shape={"num_key_value_heads": 4, "intermediate_size": 256}),
+    "phi2": zoo_case(MODEL_ARCH.PHI2, "phi", _phi2, shape={"num_key_value_heads": 4, "intermediate_size": 256}),
     "phi3": Case(MODEL_ARCH.PHI3, causal(Phi3Config, sliding_window=96, rope_parameters=PHI3_ROPE), _phi3),
     "phi3-whole": Case(
         MODEL_ARCH.PHI3, causal(Phi3Config), _phi3, shape={"vocab_size": 32064}, transformers_reads=True
@@ -404,9 +413,9 @@ CASES = {
     ),
     "qwen2": Case(MODEL_ARCH.QWEN2, FAMILIES["qwen2"]),
     "qwen3": Case(MODEL_ARCH.QWEN3, FAMILIES["qwen3"]),
-    "seed_oss": _zoo(MODEL_ARCH.SEED_OSS, "seed-oss"),
+    "seed_oss": zoo_case(MODEL_ARCH.SEED_OSS, "seed-oss"),
     "smollm3": Case(MODEL_ARCH.SMOLLM3, causal(SmolLM3Config), _of_head, permutes=True, shape={"num_hidden_layers": 5}),
-    "starcoder2": _zoo(
+    "starcoder2": zoo_case(
         MODEL_ARCH.STARCODER2, "starcoder2", _starcoder2, shape={"vocab_size": 49152}, transformers_reads=True
     ),
 }
@@ -423,7 +432,7 @@ def random_model(case: Case) -> PreTrainedModel:
             elif name.endswith("_bias"):
                 parameter.normal_(std=0.2)
             elif parameter.ndim > 1:
-                parameter.mul_(12.0)
+                parameter.mul_(case.gain)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
@@ -446,11 +455,11 @@ def write_gguf(
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     case.write(writer, config)
-    if case.arch not in (MODEL_ARCH.GEMMA, MODEL_ARCH.GEMMA2):
+    if case.arch not in (MODEL_ARCH.GEMMA, MODEL_ARCH.GEMMA2) and hasattr(config, "rope_parameters"):
         writer.add_rope_freq_base(_theta(config))
     tensors = _fused(dict(_tensors(case, model))) if fused else dict(_tensors(case, model))
     for name, values in (*_factors(config), *tensors.items()):
-        if values.ndim > 1 and kind is not None and "ffn_gate_inp" not in name and not name.endswith("bias"):
+        if values.ndim > 1 and kind is not None and name.endswith(".weight") and not ALWAYS_FLOAT.search(name):
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
@@ -469,7 +478,7 @@ def round_matrices(model: PreTrainedModel, kind: GGMLQuantizationType, *, splits
     """Give the model the matrices that a file in this type would have. Rows are rounded each on its own."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and not name.endswith((*ROUTERS, "shared_expert_gate.weight", "_bias")):
+            if parameter.ndim > 1 and not name.endswith((*ROUTERS, "shared_expert_gate.weight", "_bias", *KERNELS)):
                 if splits and name.endswith("kv_b_proj.weight"):
                     keys, values = (_rounded(each, kind) for each in _expansions(parameter.numpy(), model.config))
                     parameter.copy_(torch.from_numpy(np.concatenate((keys.swapaxes(1, 2), values), 1)).flatten(0, 1))
@@ -504,7 +513,8 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
         values: Array = tensor.numpy()
         part, kind = name.rsplit(".", 1)
         if apart := _taken_apart(case, name, values, model.config):
-            yield from ((f"blk.{name.split('.')[2]}.{each}", own) for each, own in apart)
+            layer = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+            yield from ((f"{layer}{each}", own) for each, own in apart)
             continue
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
@@ -516,16 +526,18 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
             heads = model.config.num_attention_heads if part.endswith("q_proj") else model.config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + np.float32(case.norms_plus)
         part = part.removesuffix(".router") + ".router.layer" if part.endswith("block_sparse_moe.router") else part
-        mapped = names.get_name(part)
+        mapped = names.get_name(case.prefix + part.removeprefix("model.") if part.startswith("model.") else part)
         assert mapped is not None, name
         yield f"{mapped}.{kind}", values
 
 
 def _taken_apart(case: Case, name: str, values: Array, config: Any) -> list[tuple[str, Array]]:  # noqa: ANN401
     """Return what the file has in place of a tensor, with names in its layer; nothing if it has the tensor itself."""
+    if case.changes is not None and (changed := case.changes(name, values, config)):
+        return changed
     if case.splits and name.endswith("kv_b_proj.weight"):
         keys, values = _expansions(values, config)
         return [("attn_k_b.weight", keys), ("attn_v_b.weight", values)]
@@ -558,7 +570,7 @@ def _fused(tensors: dict[str, Array]) -> dict[str, Array]:
 
 def _factors(config: Any) -> Iterator[tuple[str, Array]]:  # noqa: ANN401
     """Yield what the converter keeps of a rope that metadata cannot describe."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32)
