@@ -8,8 +8,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf_logits import CLOSE, PROMPT, logits_of
-from gguf_models import random_model, round_matrices, write_gguf
-from gguf_state_models import STATE_CASES
+from gguf_models import Case, random_model, round_matrices, write_gguf
+from gguf_state_models import NARROW, STATE_CASES
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_config import hf_config
@@ -39,9 +39,8 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(
     torch.testing.assert_close(logits_of(path), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", STATE_CASES)
-def test_codes_that_are_kept_mean_what_the_file_means(name: str, tmp_path: Path) -> None:
-    case = STATE_CASES[name]
+@pytest.mark.parametrize("case", [*STATE_CASES.values(), NARROW], ids=[*STATE_CASES, "narrow"])
+def test_codes_that_are_kept_mean_what_the_file_means(case: Case, tmp_path: Path) -> None:
     path = write_gguf(case, random_model(case), tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
     checkpoint = open_checkpoint(path)
     assert checkpoint.coded_weights is not None
@@ -132,6 +131,13 @@ def test_tensors_that_a_file_lacks_are_named(name: str, lost: str, complaint: st
 def loaded(file: GgufFile) -> Model:
     config = ModelConfig.from_hf(hf_config(file))
     return load_model(config, read_weights(file, config), torch.float32)
+
+
+def test_heads_that_are_no_whole_groups_of_codes_are_put_in_order(tmp_path: Path) -> None:
+    model = random_model(NARROW)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(write_gguf(NARROW, model, tmp_path / "tiny.gguf")), expected, **CLOSE)
 
 
 def test_a_convolution_with_a_bias_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Small random models with states as GGUF files, written the way llama.cpp's converter does."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -293,13 +294,8 @@ STATE_CASES = {
         MODEL_ARCH.QWEN3NEXT, "qwen3-next", _delta, **{**_QWEN, "changes": _of_next}, shape=_IN_GROUPS_OF_32
     ),
     "qwen35": zoo_case(MODEL_ARCH.QWEN35, "qwen3.5", _delta, **_QWEN, shape=_OF_DELTA),
-    "qwen35-narrow": zoo_case(  # heads that are no whole groups of codes
-        MODEL_ARCH.QWEN35,
-        "qwen3.5",
-        _delta,
-        **_QWEN,
-        shape={**_OF_DELTA, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    ),
     "qwen35-more": zoo_case(MODEL_ARCH.QWEN35, "qwen3.5", _with_more(_delta), **_QWEN, shape=_OF_DELTA, num_more=1),
     "qwen35moe": zoo_case(MODEL_ARCH.QWEN35MOE, "qwen3.5-moe", _delta, **_QWEN, shape=_IN_GROUPS_OF_32),
 }
+# Heads that are no whole groups of codes: the file's groups have other inputs than those of a matrix rounded before.
+NARROW = replace(STATE_CASES["qwen35"], shape={**_OF_DELTA, "linear_key_head_dim": 16, "linear_value_head_dim": 16})
