@@ -16,7 +16,7 @@ from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageI
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached
+from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttached, ReceiverLost, SenderAttached
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
@@ -100,6 +100,12 @@ class Prefill(End):
 
     def send(self, command: FromSender) -> None:
         self.client.send(DECODE, KEY, command)
+
+    async def why_lost(self) -> str:
+        """Return why the decode worker that it hears of next is lost."""
+        lost = await self.heard.next()
+        assert isinstance(lost, ReceiverLost)
+        return lost.reason
 
 
 def new_mover(layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Mover:
