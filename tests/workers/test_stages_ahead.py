@@ -34,13 +34,15 @@ def plan_of(number: int, kind: str) -> StepPlan:
 
 
 class Stages:
-    """The last stage, and what the others are told."""
+    """The last stage, with steps of these kinds started, and what the others are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *kinds: str) -> None:
         self.told: list[int] = []
         self.news = Condition()
         self.ahead = StepsAhead(self.tell)
         self.under_way: deque[StepPlan] = deque()
+        for number, kind in enumerate(kinds, 1):
+            self.start(plan_of(number, kind))
 
     def tell(self, plan: StepPlan) -> None:
         with self.news:
@@ -102,27 +104,21 @@ def test_others_begin_steps_in_the_order_in_which_the_last_stage_computes_them(s
 def test_a_step_is_begun_ahead_only_where_all_of_it_is_known_and_the_one_before_is_not_computed_again(
     first: str, second: str, is_ahead: bool
 ) -> None:
-    stages = Stages()
-    stages.start(plan_of(1, first))
-    stages.start(plan_of(2, second))
+    stages = Stages(first, second)
     stages.compute()
     stages.ahead.close()
     assert stages.told == [1, 2][: 1 + is_ahead]
 
 
 def test_nothing_is_begun_ahead_of_a_step_that_is_computed_in_halves() -> None:
-    stages = Stages()
-    stages.start(plan_of(1, "known"))
-    stages.start(plan_of(2, "known"))
+    stages = Stages("known", "known")
     stages.compute(in_halves=True)
     stages.ahead.close()
     assert stages.told == [1, 1]
 
 
 def test_nothing_is_begun_ahead_of_a_step_whose_turn_has_come() -> None:
-    stages = Stages()
-    stages.start(plan_of(1, "known"))
-    stages.start(plan_of(2, "copies"))
+    stages = Stages("known", "copies")
     stages.compute()
     stages.end()
     stages.start(plan_of(3, "known"))
@@ -132,9 +128,7 @@ def test_nothing_is_begun_ahead_of_a_step_whose_turn_has_come() -> None:
 
 @pytest.mark.parametrize("in_halves", [False, True])
 def test_a_step_that_is_computed_again_when_others_have_begun_the_next_one_is_a_broken_device(in_halves: bool) -> None:
-    stages = Stages()
-    stages.start(plan_of(1, "known"))
-    stages.start(plan_of(2, "known"))
+    stages = Stages("known", "known")
     stages.compute()
     stages.wait_for(1, 2)
     with pytest.raises(DeviceError):
@@ -143,8 +137,7 @@ def test_a_step_that_is_computed_again_when_others_have_begun_the_next_one_is_a_
 
 
 def test_a_step_that_is_started_while_one_is_computed_is_begun_ahead() -> None:
-    stages = Stages()
-    stages.start(plan_of(1, "known"))
+    stages = Stages("known")
     stages.compute()
     stages.start(plan_of(2, "known"))
     stages.wait_for(1, 2)
@@ -153,8 +146,7 @@ def test_a_step_that_is_started_while_one_is_computed_is_begun_ahead() -> None:
 
 @pytest.mark.parametrize("kind", ["vector", "known"])
 def test_a_step_that_fails_is_computed_in_halves_before_one_that_follows_it(kind: str) -> None:
-    stages = Stages()
-    stages.start(plan_of(1, "known"))
+    stages = Stages("known")
     stages.compute()
     stages.compute(in_halves=True)
     stages.start(plan_of(2, kind))
