@@ -135,13 +135,12 @@ def count(counts: Tensor, slots: Tensor, is_output: Tensor, ids: Ragged) -> None
     )
 
 
-def _check_mask(num_rows: int, vocab_size: int, mask: Mask | None) -> None:
-    if mask is not None:
-        require_tensor("mask.words", mask.words, (None, None), (torch.int32,))
-        num_bits = mask.words.shape[1] * MASK_BITS
-        require(num_bits >= vocab_size, f"mask.words must have a bit for {vocab_size} tokens, got {num_bits}")
-        require(mask.words.stride(1) == 1, "mask.words must have rows that are contiguous")
-        require_tensor("mask.rows", mask.rows, (num_rows,), (torch.int32,))
+def _check_mask(num_rows: int, vocab_size: int, mask: Mask) -> None:
+    require_tensor("mask.words", mask.words, (None, None), (torch.int32,))
+    num_bits = mask.words.shape[1] * MASK_BITS
+    require(num_bits >= vocab_size, f"mask.words must have a bit for {vocab_size} tokens, got {num_bits}")
+    require(mask.words.stride(1) == 1, "mask.words must have rows that are contiguous")
+    require_tensor("mask.rows", mask.rows, (num_rows,), (torch.int32,))
 
 
 def _check(num_rows: int, vocab_size: int, params: Params, penalties: Penalties, bias: Bias) -> None:

@@ -99,10 +99,6 @@ class KvCache:
         """Yield group, hash and pages of each span that can be found."""
         return ((group, *item) for group, index in enumerate(self._index) for item in index.items())
 
-    def num_pages(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens` tokens."""
-        return self.paging.num_pages(num_tokens)
-
     def reuse(self, prefix: Prefix, max_spans: int, num_known: int = 0) -> Hit:
         """Hold the pages of the longest cached prefix, for one more sequence.
 

@@ -96,13 +96,14 @@ def _load(
         specs = check_kernels(config.device, checkpoint.config, config.page_size, DTYPES[form.dtype], code)
         check_use(config, checkpoint.config, specs, device)
     num_pages = pages_asked_for(config, layout, device)
+    fitting = fitting_of(config, (checkpoint, drafts), layout, num_pages)
     if num_pages is not None:
-        _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
+        fitting.limits(num_pages)  # refuses what does not fit before the weights are read
     if config.degrees.num_ranks > 1 and config.device in KERNEL_DEVICES:
-        fitting, among = fitting_of(config, (checkpoint, drafts), layout, num_pages), (_name_of_ranks(config), nodes)
+        among = _name_of_ranks(config), nodes
         return Loaded(*load_on_devices(config, (form, drafts), fitting, thread, among, progress))
     if config.degrees.num_ranks > 1 and num_pages is not None:
-        limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
+        limits = fitting.limits(num_pages)
         sizes = layout, limits, num_pages
         return Loaded(_ranked(config, (form, drafts), sizes, nodes, thread, progress), layout, limits)
     model = load_form(config, form, device, None, progress)
@@ -114,7 +115,7 @@ def _load(
         limits = limits_with(limits_up_to(_longest(config, model), config, checkpoint), drafts)
         beside = bytes_beside(model, drafts, guessing, limits, layout)
         num_pages = _pages_beside(model, config, checkpoint, layout.page_bytes, beside)
-    limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
+    limits = fitting.limits(num_pages)
     own = None
     if config.rank_memory == "own":
         own = RankPages(zeroed((num_pages * layout.page_bytes,), torch.uint8, device), are_own=True)
@@ -160,7 +161,7 @@ def _ranked(
 def fitting_of(
     config: WorkerConfig, opened: tuple[Checkpoint, Drafts], layout: KvLayout, num_pages: int | None
 ) -> Fitting:
-    """Return what ranks with a device each need to know of the pages. opened: the model, and what guesses."""
+    """Return what settings make of the pages. opened: the model, and what guesses."""
     checkpoint, drafts = opened
 
     def limits(num_pages: int) -> Limits:

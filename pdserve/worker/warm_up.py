@@ -35,7 +35,7 @@ async def warm_up(limits: Limits, pool: KvCache, vocab_size: int, start_step: St
     """
     found: list[TimedStep] = []
     length, before_s = min(pool.paging.few_tokens, limits.max_model_len - _NUM_DECODED - 1), inf
-    num_pages, count = pool.num_pages(length + _NUM_DECODED + 1), 1
+    num_pages, count = pool.paging.num_pages(length + _NUM_DECODED + 1), 1
     while _fits(count * length, count, count * num_pages, limits, pool):
         steps: list[TimedStep] = []
         for _ in range(_RUNS):

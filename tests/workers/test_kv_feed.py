@@ -68,7 +68,7 @@ class Worker:
         """Compute a prompt, page by page."""
         prefix, num_full = Prefix(token_ids, CacheScope(salt)), len(token_ids) // self.kv.page_size
         hit = self.kv.reuse(prefix, num_full)
-        fresh = self.kv.take(self.kv.num_pages(len(token_ids)) - hit.num_spans)
+        fresh = self.kv.take(self.kv.paging.num_pages(len(token_ids)) - hit.num_spans)
         if fresh is None:
             self.kv.pool.release(hit.pages.held)
             return

@@ -96,7 +96,7 @@ class Publishing:
     def serve(self, token_ids: list[int]) -> None:
         prefix = Prefix(token_ids, self._scope)
         hit = self.cache.reuse(prefix, len(token_ids) // BLOCK_TOKENS)
-        hit.pages.runs[0].extend(self.cache.take(self.cache.num_pages(len(token_ids)) - hit.num_spans) or ())
+        hit.pages.runs[0].extend(self.cache.take(self.cache.paging.num_pages(len(token_ids)) - hit.num_spans) or ())
         self.cache.publish(prefix, hit.pages, range(hit.num_spans, len(hit.pages.held)))
         self.cache.pool.release(hit.pages.held)
         self._feed.flush()

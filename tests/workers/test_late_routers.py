@@ -64,7 +64,7 @@ class Worker:
             self.num_dialled += 1
 
     def serve(self, token_ids: list[int]) -> None:
-        pages = self.kv.take(self.kv.num_pages(len(token_ids))) or ()
+        pages = self.kv.take(self.kv.paging.num_pages(len(token_ids))) or ()
         self.kv.publish(Prefix(token_ids, EVERYONE), PageTables((list(pages),)), range(len(pages)))
         self.kv.pool.release(pages)
 
