@@ -92,8 +92,21 @@ def rope_write(
     qkv: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, width], any token and head strides.
     positions: int32 or int64 [num_tokens], rows of rotation.cos_sin. Raises ValueError naming the argument.
     """
+    _check_rope_write(qkv, target)
+    return _turn(qkv, positions, rotation, target, out)
+
+
+def rope(q: Tensor, positions: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
+    """Normalize and rotate q alone, as `rope_write` does; returns the finished q."""
+    require_tensor("q", q, (None, None, None), DTYPES)
+    nothing = q[:, :0]
+    return _turn((q, nothing, nothing), positions, rotation, Target(q[:, :0, None], q[:, :0, None], positions), out)
+
+
+def _turn(
+    qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor, rotation: Rotation, target: Target, out: Tensor | None
+) -> Tensor:
     q, k, v = qkv
-    num_slots = _check_rope_write(qkv, target)
     require_tensor("cos_sin", rotation.cos_sin, (None, q.shape[2]), (torch.float32,))
     require(rotation.cos_sin.is_contiguous(), f"cos_sin must be contiguous, got strides {rotation.cos_sin.stride()}")
     require_tensor("positions", positions, (q.shape[0],), ID_DTYPES)
@@ -101,6 +114,7 @@ def rope_write(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     require_tensor("out", out, q.shape, (q.dtype,))
     num_tokens, num_heads, head_dim = q.shape
+    num_slots = target.k_pages.shape[0] * target.k_pages.shape[2]
     if num_tokens == 0:
         return out
     unused = rotation.cos_sin
@@ -120,14 +134,14 @@ def rope_write(
     return out
 
 
-def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int:
-    """Raise ValueError naming what does not fit; returns how many slots the pool has."""
+def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> None:
+    """Raise ValueError naming what does not fit."""
     q, k, v = qkv
     require_tensor("q", q, (None, None, None), DTYPES)
     num_tokens, _, head_dim = q.shape
     dtypes, scaled = (DTYPES, 0) if target.code is None else ((torch.uint8,), SCALED[target.code])
     require_tensor("k_pages", target.k_pages, (None, None, None, head_dim + scaled), dtypes)
-    num_pages, num_kv_heads, page_size = target.k_pages.shape[:3]
+    num_kv_heads = target.k_pages.shape[1]
     require_tensor("v_pages", target.v_pages, (*target.k_pages.shape[:3], None), (target.k_pages.dtype,))
     if target.code is not None:
         require_words("k_pages", target.k_pages)
@@ -135,7 +149,6 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
     require_tensor("k", k, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
     require_tensor("v", v, (num_tokens, num_kv_heads, target.v_pages.shape[3] - scaled), (q.dtype,))
     require_tensor("slots", target.slots, (num_tokens,), ID_DTYPES)
-    return num_pages * page_size
 
 
 def page_digests(pool: Tensor, page_ids: Tensor, first_word: int = 0) -> Tensor:

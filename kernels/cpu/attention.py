@@ -197,19 +197,22 @@ class PagedAttention:
     def run(self, calls: Calls, layer: int, qkv: Tensor, weights: HeadWeights = HeadWeights(), rope: int = 0) -> Tensor:
         """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
-        qkv: [num_tokens, num_heads + parts * num_kv_heads, head_dim], contiguous, of the rows' dtype. rope: which of
-        the planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are
+        qkv: [num_tokens, num_heads + parts * num_kv_heads, head_dim], contiguous, of the rows' dtype; or q alone, to
+        attend to K and V of `layer` that the step has written before. rope: which of the planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are
         planned. Of a latent's results, features that turn mean nothing.
         """
         step, dtype = self._step, self._dtype
-        num_heads = step.num_heads + step.parts * step.num_kv_heads
-        require_tensor("qkv", qkv, (None, num_heads, step.head_dim), (dtype,))
+        require_tensor("qkv", qkv, (None, None, step.head_dim), (dtype,))
+        new_heads = 0 if step.parts == 2 and qkv.shape[1] == step.num_heads else step.num_kv_heads
+        num_heads = step.num_heads + step.parts * new_heads
+        require(qkv.shape[1] == num_heads, f"qkv must have {num_heads} heads, got {qkv.shape[1]}")
         require(qkv.is_contiguous(), "qkv must be contiguous")
         require(len(qkv) >= step.num_tokens, f"qkv must be of {step.num_tokens} tokens, got {len(qkv)}")
         require(0 <= layer < step.num_layers, f"layer must be below {step.num_layers}, got {layer}")
         require(0 <= rope < self._num_ropes, f"rope must be below {self._num_ropes}, got {rope}")
         out = calls.empty(len(qkv), step.num_heads * step.head_dim, dtype)
         where = {"x": qkv.data_ptr(), "step": ctypes.addressof(step), "layer": layer, "out": out.data_ptr()}
+        where["new_heads"] = new_heads
         placing, norms = Call(kind=Kind.PLACING, rope=rope, **where), weights.norms
         if norms is not None:
             named = {"q_norm": norms.q, "k_norm": norms.k} | ({} if norms.v is None else {"v_norm": norms.v})

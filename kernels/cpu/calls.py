@@ -46,6 +46,7 @@ class Kind(IntEnum):
     KEEPING = 24
     GATING = 25
     SCALING = 26
+    MULTIPLYING = 27
 
 
 class Mixture(ctypes.Structure):
@@ -71,7 +72,7 @@ class Call(ctypes.Structure):
         *((name, Size) for name in ("residual_stride", "after", "activation")),
         *((name, Size) for name in ("num_heads", "x_head", "bits", "is_float", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
-        *((name, Size) for name in ("layer", "rope")),
+        *((name, Size) for name in ("layer", "rope", "new_heads")),
         *((name, Pointer) for name in ("q_norm", "k_norm", "v_norm", "sinks")),
         ("norms_after", Size),
         *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),

@@ -252,6 +252,18 @@ def scale(
     return out
 
 
+def multiply_rows(calls: Calls, x: Tensor, factors: Tensor) -> Tensor:
+    """Multiply rows [num_rows, width] with as many factors, in place. factors: may be columns of a wider matrix."""
+    require_tensor("x", x, (None, None), tuple(DTYPES))
+    require_tensor("factors", factors, tuple(x.shape), (x.dtype,))
+    call = Call(
+        kind=Kind.MULTIPLYING, type=DTYPES[x.dtype], x=x.data_ptr(), x_stride=x.stride(0), out=x.data_ptr(),
+        out_stride=x.stride(0), width=x.shape[1], residual=factors.data_ptr(), residual_stride=factors.stride(0),
+    )  # fmt: skip
+    calls.take(len(x), call)
+    return x
+
+
 def _layer(of: Recurrence, first: int, dtype: torch.dtype) -> _Recurrence:
     """Return a layer as the library sees it; it must live as long as its calls, and so must `of`."""
     kernel, channels = of.weight.shape

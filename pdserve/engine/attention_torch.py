@@ -47,8 +47,9 @@ class _Group:
     num_chunks: int
     query_len: int
     kv_len: int  # the longest context
-    gather: _Gather | None  # None: nothing in pages yet
-    mask: Tensor | None  # [chunks, 1, query_len, kv_len], added to the scores
+    gather: _Gather | None  # None: nothing in pages yet, and no layer reads what another one writes there
+    mask: Tensor | None  # [chunks, 1, query_len, kv_len], added to the scores of what is gathered
+    is_fresh: bool  # whether all that its tokens see is computed with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +99,16 @@ class TorchAttention:
             qkv[:, :num_heads] *= growth
         if qk_norm is not None and qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
-        slots_before = layer * self._grouped.runs_per_layer * self._page_size
-        self._slots[slots_before:].index_put_((step.targets,), self._rows.packed(qkv[:, num_heads:]))
+        if qkv.shape[1] > num_heads:
+            slots_before = layer * self._grouped.runs_per_layer * self._page_size
+            self._slots[slots_before:].index_put_((step.targets,), self._rows.packed(qkv[:, num_heads:]))
         attended = self._grouped.run(layer, qkv, sinks)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _norm_(self, qkv: Tensor, qk_norm: QkNorm) -> None:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         self._ops.norm_(qkv[:, :num_heads], RmsNorm(qk_norm.q, qk_norm.eps))
-        self._ops.norm_(qkv[:, num_heads:-num_kv_heads], RmsNorm(qk_norm.k, qk_norm.eps))
+        self._ops.norm_(qkv[:, num_heads : num_heads + num_kv_heads], RmsNorm(qk_norm.k, qk_norm.eps))
 
 
 class GroupedAttention:
@@ -116,7 +118,7 @@ class GroupedAttention:
         kv, self._scores = kind.kv, kind.scores
         self._config = config = config.with_heads(kind.heads)
         self._kv_parts, self._page_size = kv.shape[2], kv.shape[4]
-        self._rows = kind.rows
+        self._rows, self._is_read = kind.rows, kind.is_read
         self._scale, self._soft_cap = config.scale(kind.scores), kind.scores.soft_cap
         run_size = self._page_size * kind.rows.width
         self._runs = flat_rows(kv, run_size)
@@ -141,7 +143,8 @@ class GroupedAttention:
     def _attend(self, layer: int, qkv: Tensor, group: _Group, sinks: Tensor | None) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
-        if group.gather is None:
+        is_direct = group.is_fresh and heads.shape[1] > num_heads
+        if group.gather is None or is_direct:
             k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
         else:
             gathered = self._gathered(layer, group.gather)
@@ -153,7 +156,7 @@ class GroupedAttention:
             # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
             q = q.reshape(group.num_chunks, num_kv_heads, -1, self._config.head_dim)
             return self._weighted((q, k, v), group, sinks).reshape(len(qkv), -1)
-        out = self._weighted((q, k, v), group, sinks, is_causal=group.gather is None)
+        out = self._weighted((q, k, v), group, sinks, is_causal=is_direct)
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
     def _weighted(
@@ -164,7 +167,7 @@ class GroupedAttention:
         is_shared = q.shape[1] != k.shape[1]
         if self._soft_cap is None and sinks is None:
             return scaled_dot_product_attention(
-                q, k, v, attn_mask=group.mask, is_causal=is_causal, enable_gqa=is_shared, scale=self._scale
+                q, k, v, attn_mask=None if is_causal else group.mask, is_causal=is_causal, enable_gqa=is_shared, scale=self._scale
             )
         mask = torch.full((q.shape[2], k.shape[2]), float("-inf")).triu_(1) if is_causal else group.mask
         return _scored(heads, _Scoring(self._scale, self._soft_cap, sinks), mask)
@@ -180,7 +183,7 @@ class GroupedAttention:
         longest, window = int(batch.kv_lens[first:last].max()), self._scores.window
         fresh = longest == query_len and (window is None or longest <= window) and self._rows.code is None
         gather, mask = None, None
-        if not fresh:
+        if not fresh or self._is_read:
             positions = (batch.kv_lens[first:last] - query_len)[:, None] + np.arange(query_len)
             begins = self._begins(positions)
             left = begins[:, 0] // self._page_size * self._page_size  # tokens on pages that no query sees
@@ -191,7 +194,7 @@ class GroupedAttention:
             gather = _Gather(runs, copy, self._unwritten(copy, kv_lens))
             mask = _mask(positions - left[:, None], begins - left[:, None], kv_lens, self._rows.dtype)
         tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
-        return _Group(tokens, last - first, query_len, longest, gather, mask)
+        return _Group(tokens, last - first, query_len, longest, gather, mask, fresh)
 
     def _begins(self, positions: Ints) -> Ints:
         """Return the first token that a query at each position sees."""

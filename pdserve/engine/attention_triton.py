@@ -17,7 +17,7 @@ from pdserve.engine.layer_kinds import LayerKind
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
 from pdserve.kernels.cpu.attention import QkNorm
 from pdserve.kernels.kv_rows import KvRows
-from pdserve.kernels.pageio import Rotation, Target, rms_norm, rope_write
+from pdserve.kernels.pageio import Rotation, Target, rms_norm, rope, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
 from pdserve.model.rope import distinct
@@ -127,11 +127,14 @@ class TritonAttention:
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads], qkv[:, -num_kv_heads:]
         if qk_norm is not None and qk_norm.v is not None:
             v = rms_norm(v.reshape(-1, v.shape[-1]), qk_norm.v, qk_norm.eps).view(v.shape)
-        (k_pages, v_pages), turned = self._pages[layer], q
+        (k_pages, v_pages), turned, rotation = self._pages[layer], q, self._rotation(layer, qk_norm)
         if self._spec.tail:
             turned, k, v = q[..., self._turning], k[..., self._turning], v[..., self._values]
-        target = Target(*self._targets[layer], step.slots, self._spec.code)
-        rope_write((turned, k, v), step.positions, self._rotation(layer, qk_norm), target, out=turned)
+        if qkv.shape[1] > num_heads:
+            target = Target(*self._targets[layer], step.slots, self._spec.code)
+            rope_write((turned, k, v), step.positions, rotation, target, out=turned)
+        else:
+            rope(q, step.positions, rotation, out=q)
         out = q.new_empty((len(q), num_heads, self._spec.width))
         for kernel, tokens in step.parts:
             kernel.run(q[tokens], k_pages, v_pages, out=out[tokens], sinks=sinks)

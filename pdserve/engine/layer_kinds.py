@@ -35,6 +35,7 @@ class LayerKind:
     ropes: tuple[Rope, ...]  # of each layer of the group
     rows: KvRows
     heads: Heads | None = None  # of a rank, where those of the model's layers are not alike
+    is_read: bool = False  # whether other layers attend to keys and values that a layer of the group has written
 
 
 class KeepsStates(Protocol):
@@ -59,7 +60,7 @@ class ByLayer(Generic[A]):
 
     parts: tuple[A, ...]  # of each kind
     groups: tuple[int, ...]  # of each kind: whose pages it has
-    places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in its group
+    places: tuple[tuple[int, int], ...]  # of each layer: its kind, and the place in a group of what keeps its KV
     states: KeepsStates | None = None
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
@@ -87,7 +88,7 @@ def by_layer(
     """
     config, ropes = model.config, model.ropes
     rows = rows or KvRows(config.head_dim, model.dtype)
-    own_layers = model.rank.layers(config.num_layers)
+    own_layers, readers = model.rank.layers(config.num_layers), config.design.readers
     kinds: dict[tuple[int, Scores], int] = {}
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
@@ -108,8 +109,11 @@ def by_layer(
             scores = attention.scores
             if (number, scores) not in kinds:
                 kinds[number, scores] = len(parts)
-                parts.append(make(LayerKind(number, scores, view, of_group, own_rows, heads)))
+                is_read = not set(group.layers).isdisjoint(readers.values())
+                parts.append(make(LayerKind(number, scores, view, of_group, own_rows, heads, is_read)))
             places[layer] = kinds[number, scores], place
+    for layer, source in readers.items():
+        places[layer] = places[source]
     return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
 
 

@@ -113,9 +113,10 @@ def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
     """Return the worker's model with room for KV of a head in its pages, if there is one."""
     if not isinstance(drafts, HeadFiles | MtpFiles):
         return checkpoint
-    if checkpoint.config.has_unlike_heads:
+    unlike = "heads of two sizes" if checkpoint.config.has_unlike_heads else None
+    if kind := unlike or checkpoint.config.shared_between_layers:
         method = f"speculative_config.method: {drafts.source.value}"
-        raise ConfigError(f"{method} is not served beside a model with heads of two sizes yet")
+        raise ConfigError(f"{method} is not served beside a model with {kind} yet")
     return replace(checkpoint, config=replace(checkpoint.config, num_head_layers=1))
 
 

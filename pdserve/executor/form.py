@@ -130,6 +130,7 @@ def untried_kind(model: ModelConfig, **others: bool) -> str | None:
         "states": model.has_states,
         "latent rows": model.is_latent,
         "heads of two sizes": model.has_unlike_heads,
+        model.shared_between_layers or "": model.shared_between_layers is not None,
         "attention that torch computes": model.attends_in_torch,
         "queries that grow with their position": model.longest_without_growth is not None,
         **others,

@@ -34,6 +34,7 @@ class Attends(Protocol):
         """Norm and rotate q and k as the layer does, put K and V into the step's pages, attend over each sequence's.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then k, then v; may be overwritten.
+        Or q alone, [num_tokens, num_heads, head_dim], to attend to K and V that the layer has put there in this step.
         sinks: float32 [num_heads], where the layer has them.
         Returns [num_tokens, num_heads * head_dim]; of latent rows, each head's result may be of the latent alone.
         """

@@ -202,6 +202,13 @@ class ModelConfig:
         return len(heads_in(self.design)) > 1
 
     @property
+    def shared_between_layers(self) -> str | None:
+        """Return what layers have in common beside hidden states, so that they were tried in plain settings only."""
+        if self.design.readers:
+            return "layers that read keys and values of others"
+        return None if self.design.layer_inputs is None else "inputs of each layer"
+
+    @property
     def attends_in_torch(self) -> bool:
         """Say whether no kernel serves its attention: windows that begin at multiples of their length."""
         return any(each.scores.aligned for each in self.design.attentions if each is not None)

@@ -17,6 +17,7 @@ from pdserve.model.beside_experts import BesideExperts
 from pdserve.model.config import ModelConfig, heads_of
 from pdserve.model.family import TensorSource
 from pdserve.model.latent_experts import LatentExperts
+from pdserve.model.layer_inputs import LayerInputs, token_bytes
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.mlp import CompiledExperts, Experts
 from pdserve.model.ops import DeviceOps, Held, Linear, Norm, Ops, weight_bytes
@@ -34,6 +35,7 @@ LM_HEAD = "lm_head"
 SHARED_MATRICES = (EMBEDDING, LM_HEAD)  # with a module that guesses
 ANGLES = "rotary_emb.inv_freq"  # checkpoints may hold them; they follow from the config
 XIELU_CONSTANTS = {".mlp.act_fn.beta": 0.5, ".mlp.act_fn.eps": -1e-6}  # the values that are computed with
+UNREAD = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")  # of layers that read keys and values of others
 ROUNDED = 0.01  # share by which a file's constant may differ: it may be in bfloat16
 
 
@@ -52,6 +54,7 @@ class Decoder:
     lm_head: Linear | None  # None: the last stage has it
     logit_scale: float
     logit_cap: float | None
+    layer_inputs: LayerInputs | None = None
     ranks: Collective | None = None  # where there are several
     stages: Stages | None = None  # likewise
 
@@ -71,11 +74,15 @@ class Decoder:
     def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         hidden, num_layers = self._entering(token_ids), self.config.num_layers
         reads_all = tap is not None and tap.reads(num_layers)
+        own = None if self.layer_inputs is None else self.layer_inputs.rows(self.ops, token_ids, hidden)
         for index, layer in zip(self.rank.layers(num_layers), self.layers, strict=True):
             if tap is not None:
                 tap.see(self.ops, index, hidden)
             wanted = rows if index == num_layers - 1 and not reads_all else None
             hidden = layer.forward(self.ops, attention, index, hidden, wanted)
+            if self.layer_inputs is not None and own is not None and len(hidden) > 0:
+                of_layer = own[index] if wanted is None else own[index].index_select(0, wanted)
+                hidden = self.layer_inputs.gates[index].forward(self.ops, hidden, of_layer)
         if self.stages is not None and not self.rank.is_last:
             self.stages.send(hidden)
         if tap is None or not reads_all:
@@ -101,6 +108,8 @@ class Decoder:
         yield from filter(None, (self.embedding, self.lm_head))
         for layer in self.layers:
             yield from layer.matrices()
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.matrices()
 
     def expert_counts(self) -> list[Tensor]:
         found = (layer.mlp for layer in self.layers)
@@ -116,6 +125,8 @@ class Decoder:
         made = 4 * config.hidden_size * max((of.routing.num_chosen for of in config.design.mixtures), default=0)
         own = [each.token_values for each in config.design.recurrent if each is not None]
         states = max((values * self.dtype.itemsize + floats * 4 for values, floats in own), default=0)
+        if config.design.layer_inputs is not None:
+            made += token_bytes(config.design.layer_inputs, config.num_layers, self.dtype.itemsize)
         return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize + made + states  # experts', in float32
 
     def bytes_read(self, num_rows: int) -> int:
@@ -123,6 +134,7 @@ class Decoder:
         attentions = sum(weight_bytes(each) for mixer in mixers for each in mixer.matrices())
         mlps = sum(layer.mlp.bytes_read(num_rows) for layer in self.layers if layer.mlp is not None)
         embedded = 0 if self.embedding is None else weight_bytes(self.embedding) * num_rows // self.config.vocab_size
+        embedded += 0 if self.layer_inputs is None else self.layer_inputs.bytes_read(num_rows)
         return embedded + attentions + mlps + (0 if self.lm_head is None else weight_bytes(self.lm_head))
 
     def through(self, calls: Calls) -> "Decoder":
@@ -160,6 +172,7 @@ class Decoder:
             lm_head=head,
             logit_scale=of.head.scale,
             logit_cap=of.head.soft_cap,
+            layer_inputs=None if of.layer_inputs is None else LayerInputs.build(of.layer_inputs, parts),
         )
 
 
@@ -188,6 +201,8 @@ def ignores(name: str, config: ModelConfig) -> bool:
         return True
     more = range(config.num_layers, config.num_layers + config.design.num_more_layers)
     if any(name.startswith(f"model.layers.{index}.") for index in more):
+        return True
+    if any(name.startswith(f"model.layers.{index}.self_attn.{kv}") for index in config.design.readers for kv in UNREAD):
         return True
     return name == f"{LM_HEAD}.weight" and config.tie_word_embeddings
 

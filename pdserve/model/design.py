@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.kernels.routing import Routing
+from pdserve.model.input_design import LayerInputs
 from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import RopeConfig
 from pdserve.model.state_design import GatedDelta, Recurrent, ShortConv, StateSpace
@@ -50,7 +51,7 @@ class HeadNorms:
 
     eps: float
     q: str = "q_norm"
-    k: str = "k_norm"
+    k: str | None = "k_norm"  # None: a layer without keys of its own
     after_rope: bool = False
     plus: float = 0.0  # to the weights
     has_weights: bool = True
@@ -93,6 +94,7 @@ class SelfAttention:
     heads: Heads | None = None  # where layers with a window have others than those that see all tokens
     has_values: bool = True  # the file has `v_proj`; else values are keys before their norm and their rope
     block: str = "self_attn"  # within a layer
+    reads: int | None = None  # the layer whose keys and values it attends to; None: it makes its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,7 @@ class Design:
     embedding: Embedding = field(default_factory=Embedding)
     num_more_layers: int = 0  # in the file after these: they guess tokens, and are not used
     guessing: str | None = None  # what names of tensors begin with that guess tokens: they are not used
+    layer_inputs: LayerInputs | None = None
 
     @property
     def mlps(self) -> tuple[Mlp, ...]:
@@ -308,6 +311,12 @@ class Design:
     def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:
         """Return the attention of each layer, where it has one."""
         return tuple(_attention(layer.attention) for layer in self.layers)
+
+    @property
+    def readers(self) -> dict[int, int]:
+        """Return the layers that attend to keys and values of another one, which keeps them, and that one."""
+        found = ((place, getattr(each, "reads", None)) for place, each in enumerate(self.attentions))
+        return {place: source for place, source in found if source is not None}
 
     def scores_of(self, layers: Iterable[int]) -> list[Scores]:
         """Return what becomes of scores in those of some layers that have attention."""

@@ -17,6 +17,10 @@ class Elementwise(Protocol):
         """Return x * sigmoid(gates); both may be overwritten."""
         ...
 
+    def multiplied(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Return x times as many factors, which may be some columns of a wider matrix; x may be overwritten."""
+        ...
+
     def side_by_side(self, *parts: Tensor) -> Tensor:
         """Return the features of all for each token."""
         ...
@@ -30,6 +34,9 @@ class TorchElementwise:
 
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return x.mul_(gates.sigmoid_())
+
+    def multiplied(self, x: Tensor, factors: Tensor) -> Tensor:
+        return x.mul_(factors)
 
     def side_by_side(self, *parts: Tensor) -> Tensor:
         return torch.cat(parts, -1)

@@ -5,6 +5,8 @@ with a window come second if their pages can be filled: where a token takes r ti
 first group holds r times as many tokens. Other layers with windows stay in the first group: what they see is the same,
 but their pages are kept.
 
+A layer that reads keys and values of another one has no place in a group: it attends within the pages of that one.
+
 Layers that keep a state of a sequence are a group, too (`engine/states.py`). Its page holds one state, so pages of the
 first group hold as many tokens as take the bytes of a state. A layer may be in both groups.
 """
@@ -54,10 +56,10 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
     """
     if config.has_states:
         return _with_states(config, page_size, powers_of_two=powers_of_two)
-    of_layers = config.windows
-    found = {window for window in of_layers if window is not None}
-    full = tuple(place for place, window in enumerate(of_layers) if window is None)
-    sliding = tuple(place for place, window in enumerate(of_layers) if window is not None)
+    keeping = _keeping(config)
+    found = {window for window in keeping.values() if window is not None}
+    full = tuple(place for place, window in keeping.items() if window is None)
+    sliding = tuple(place for place, window in keeping.items() if window is not None)
     if full and len(found) == 1:
         num_full = _features(config, full) + config.num_head_layers * config.num_kv_heads * config.head_dim
         num_sliding = _features(config, sliding)
@@ -75,8 +77,15 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
             )
     if config.has_unlike_heads:
         raise ConfigError("layer_types: layers with heads of two sizes are served where both fill pages of equal bytes")
-    every = tuple(range(config.num_layers))
-    return (LayerGroup("full", every, page_size, num_head_layers=config.num_head_layers),)
+    return (LayerGroup("full", tuple(keeping), page_size, num_head_layers=config.num_head_layers),)
+
+
+def _keeping(config: ModelConfig) -> dict[int, int | None]:
+    """Return the layers that keep keys and values of their own, rising, and the window of each."""
+    attentions, readers = config.design.attentions, config.design.readers
+    return {
+        place: each.scores.window for place, each in enumerate(attentions) if each is not None and place not in readers
+    }
 
 
 def _features(config: ModelConfig, layers: tuple[int, ...]) -> int:
@@ -104,8 +113,7 @@ def held_by(rank: Rank, config: ModelConfig, groups: tuple[LayerGroup, ...]) -> 
 
 def _with_states(config: ModelConfig, page_size: int, *, powers_of_two: bool) -> tuple[LayerGroup, ...]:
     """Return the groups of a model some of whose layers keep a state."""
-    sizes, attentions = config.state_sizes, config.design.attentions
-    full = tuple(place for place, each in enumerate(attentions) if each is not None)
+    sizes, full = config.state_sizes, tuple(_keeping(config))
     elements = STATE_ITEM * config.num_state_parts * sum(sizes)
     num_heads = config.num_head_layers
     token = (len(full) + num_heads) * config.kv_parts * config.num_kv_heads * config.head_dim

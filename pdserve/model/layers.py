@@ -35,7 +35,7 @@ class WideNorm:
 class SelfAttention:
     """q, k and v, and what is made of them."""
 
-    qkv: Linear
+    qkv: Linear  # q alone, where the layer reads keys and values of another one
     qk_norm: QkNorm | WideNorm | None
     o: Linear
     head_dim: int
@@ -267,12 +267,12 @@ def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list
     kv_rows = parts.rank.kv_rows(config.num_kv_heads, config.head_dim)
     shards = {"q": parts.rank.rows(unit * each_query), "k": kv_rows, "v": kv_rows}
     if not of.fused:
-        names = "qkv" if of.has_values else "qk"
+        names = "q" if of.reads is not None else "qkv" if of.has_values else "qk"
         matrices = [
             tensors.take_matrix(f"{prefix}{each}_proj", widths[each], hidden, bias=of.qkv_bias, shard=shards[each])
             for each in names
         ]
-        return matrices if of.has_values else [*matrices, matrices[-1]]
+        return [*matrices, matrices[-1]] if names == "qk" else matrices
     fused = tensors.take_matrix(f"{prefix}qkv_proj", sum(widths.values()), hidden, bias=of.qkv_bias)
     matrices = list[Matrix]()
     first = 0
@@ -305,7 +305,10 @@ def _qk_norm(
         ones = torch.ones(config.head_dim, dtype=tensors.dtype, device=tensors.device)
         if not of.has_weights:
             return QkNorm(ones, ones, of.eps, of.after_rope)
-        q, k = (tensors.take(f"{prefix}{name}.weight", (config.head_dim,), plus=of.plus) for name in (of.q, of.k))
+        q, k = (
+            ones if name is None else tensors.take(f"{prefix}{name}.weight", (config.head_dim,), plus=of.plus)
+            for name in (of.q, of.k)
+        )
         if features is not None:
             q, k = q[features], k[features]
         return QkNorm(q, k, of.eps, of.after_rope, ones if of.of_values else None)

@@ -31,7 +31,7 @@ from pdserve.kernels.cpu.layers import (
     tiled_gate_up,
 )
 from pdserve.kernels.cpu.library import DTYPES
-from pdserve.kernels.cpu.states import scale
+from pdserve.kernels.cpu.states import multiply_rows, scale
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
 from pdserve.model.elementwise import TorchElementwise, is_one
@@ -111,6 +111,9 @@ class CompiledOps:
 
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return scale(self._calls, x, 1.0, x, gates)
+
+    def multiplied(self, x: Tensor, factors: Tensor) -> Tensor:
+        return multiply_rows(self._calls, x, factors)
 
     def side_by_side(self, *parts: Tensor) -> Tensor:
         widths = [part.shape[1] for part in parts]
@@ -211,6 +214,9 @@ class CpuOps(TorchElementwise):
 
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return self._over(x).sigmoid_gated(x, gates)
+
+    def multiplied(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self._over(x).multiplied(x, factors)
 
     def _with(self, weight: Linear | GateUp | HeadLinear) -> Ops:
         return self._compiled if isinstance(weight, Tiles | HeadTiles) else self._torch

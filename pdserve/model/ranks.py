@@ -93,5 +93,8 @@ class RankedOps:
     def sigmoid_gated(self, x: Tensor, gates: Tensor) -> Tensor:
         return self._ops.sigmoid_gated(x, gates)
 
+    def multiplied(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self._ops.multiplied(x, factors)
+
     def side_by_side(self, *parts: Tensor) -> Tensor:
         return self._ops.side_by_side(*parts)

@@ -28,6 +28,8 @@ def check_divides(config: ModelConfig, degrees: Degrees) -> None:
         raise ConfigError(f"pipeline_parallel_size: {num_stages}: the model has {config.num_layers} layers")
     if num_stages > 1 and config.has_states:
         raise ConfigError(f"pipeline_parallel_size: {num_stages}: layers with a state are not tried in stages yet")
+    if num_stages > 1 and (kind := config.shared_between_layers):
+        raise ConfigError(f"pipeline_parallel_size: {num_stages}: {kind} are not served in stages yet")
     if size == 1:
         return
     for recurrent in dict.fromkeys(config.design.recurrent):

@@ -119,6 +119,22 @@ GEMMA_4 = {
     "final_logit_softcapping": 20.0,
 }
 
+GEMMA_4_SHARED = {  # as E2B and E4B are
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_hidden_layers": 9,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")]
+    + ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "sliding_window": 96,
+    "final_logit_softcapping": 20.0,
+}
+
 # Pages of the layers that see all tokens have fewer bytes than those of the other layers.
 UNEVEN = {
     "num_hidden_layers": 7,
@@ -214,6 +230,11 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         num_experts=6,
         top_k_experts=2,
         moe_intermediate_size=64,
+        tie_word_embeddings=False,
+    ),
+    "gemma4-shared": causal(
+        transformers.Gemma4TextConfig,
+        **GEMMA_4_SHARED,
         tie_word_embeddings=False,
     ),
     "glm4-lite": causal(

@@ -32,7 +32,7 @@ INLINE void rotate_head(char *head, const float *cos_sin, int64_t half, int type
 /* Norms and rotates q and k of one token in place, norms v, and writes its K and V into its page. */
 INLINE void place_token(const struct call *call, int64_t token, const char *const *norms, int type) {
     const struct step *step = call->step;
-    int64_t dim = step->head_dim, bytes = dim * size_of(type), queries = step->num_heads, kv_heads = step->num_kv_heads;
+    int64_t dim = step->head_dim, bytes = dim * size_of(type), queries = step->num_heads, kv_heads = call->new_heads;
     int64_t turning = step->turning, still_bytes = (dim - turning) * size_of(type);
     const float *cos_sin = step->cos_sin + (call->rope * step->num_tokens + token) * turning;
     const float eps = (float)call->eps;
@@ -89,7 +89,7 @@ INLINE void attend_item(const struct call *call, int64_t item) {
     int64_t query_bytes = dim * size_of(type_of(step->kv)), is_widened = type_of(step->kv) != step->type;
     int64_t per_pass = heads_of_pass(vectors, step->kv);
     const char *queries = call->x;
-    queries += row * (step->num_heads + step->parts * step->num_kv_heads) * dim * size_of(step->type);
+    queries += row * (step->num_heads + step->parts * call->new_heads) * dim * size_of(step->type);
     float room[is_widened ? step->num_heads * dim : 1];
     for (int64_t i = 0; is_widened && i < step->num_heads * dim; i += LANES)
         store_float32(room + i, load(queries, i, BFLOAT16));
@@ -139,7 +139,7 @@ int pdserve_attention_is_long(const struct call *call) {
 
 /* Attention is three calls: q and k of all tokens are normed and rotated in place, and K and V written into the pages;
  * the first num_rows tokens attend to each range of their keys; a row's ranges are put together.
- * x: [num_tokens, num_heads + parts * num_kv_heads, head_dim]; out: [num_rows, num_heads * head_dim]. */
+ * x: [num_tokens, num_heads + parts * new_heads, head_dim]; out: [num_rows, num_heads * head_dim]. */
 
 int64_t pdserve_units_placing(const struct call *call, int64_t rows) { return (void)rows, call->step->num_tokens; }
 

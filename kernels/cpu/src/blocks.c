@@ -39,7 +39,7 @@ static __attribute__((noinline)) void widen_rows(
 /* A sink is as a key that is seen first, without a value. */
 INLINE void attend_block(const struct block *block, const struct call *call, int64_t dim) {
     const struct step *step = block->step;
-    const int64_t group = step->num_heads / step->num_kv_heads, width = step->num_heads + 2 * step->num_kv_heads;
+    const int64_t group = step->num_heads / step->num_kv_heads, width = step->num_heads + 2 * call->new_heads;
     const int64_t token = step->chunk_starts[block->chunk] + block->first, layer = call->layer;
     const int64_t *pages = step->chunk_table + block->chunk * step->chunk_table_stride;
     const char *qkv = call->x;

@@ -13,7 +13,7 @@
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
     BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING, RANKS_SUM, RANKS_GATHER,
-    PRODUCT_HEADS, RANKS_PASS, CONVOLVING, RECURRING, KEEPING, GATING, SCALING
+    PRODUCT_HEADS, RANKS_PASS, CONVOLVING, RECURRING, KEEPING, GATING, SCALING, MULTIPLYING
 };
 
 struct step;
@@ -48,6 +48,7 @@ struct call {
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer, rope;         /* rope: of the step's */
+    int64_t new_heads; /* KV heads whose K and V are in x; 0: the layer reads what another one has put into pages */
     const void *q_norm, *k_norm, *v_norm; /* [head_dim], or NULL */
     const float *sinks;                   /* [num_heads], or NULL: scores that join each softmax, without values */
     int64_t norms_after;                  /* whether those of q and k come after the rotation */
@@ -75,7 +76,8 @@ work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_q
     pdserve_coding, pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks,
     pdserve_logits, pdserve_routing, pdserve_grouping, pdserve_gathering, pdserve_experts, pdserve_experts_coding,
     pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather, pdserve_product_heads, pdserve_ranks_pass,
-    pdserve_convolving, pdserve_recurring, pdserve_keeping, pdserve_gating, pdserve_scaling;
+    pdserve_convolving, pdserve_recurring, pdserve_keeping, pdserve_gating, pdserve_scaling,
+    pdserve_multiplying;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;

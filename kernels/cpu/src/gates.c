@@ -84,3 +84,25 @@ void pdserve_scaling(const struct call *call, int64_t rows, int64_t begin, int64
     else
         scale_rows(call, begin, end, BFLOAT16);
 }
+
+INLINE void multiply_rows(const struct call *call, int64_t begin, int64_t end, int type) {
+    const int64_t size = size_of(type);
+    for (int64_t row = begin; row < end; row++) {
+        const char *x = (const char *)call->x + row * call->x_stride * size;
+        const char *factors = (const char *)call->residual + row * call->residual_stride * size;
+        char *out = (char *)call->out + row * call->out_stride * size;
+        for (int64_t i = 0; i < call->width; i += LANES) {
+            floats factor = load_up_to(factors, i, call->width - i, type);
+            store_up_to(out, i, call->width - i, load_up_to(x, i, call->width - i, type) * factor, type);
+        }
+    }
+}
+
+/* Multiplies rows [rows, width] with those of residual, of as many. out may be x. A unit is a row. */
+void pdserve_multiplying(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    (void)rows;
+    if (call->type == FLOAT32)
+        multiply_rows(call, begin, end, FLOAT32);
+    else
+        multiply_rows(call, begin, end, BFLOAT16);
+}

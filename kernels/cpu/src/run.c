@@ -43,6 +43,7 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [PRODUCT_HEADS] = pdserve_product_heads, [RANKS_PASS] = pdserve_ranks_pass,
         [CONVOLVING] = pdserve_convolving, [RECURRING] = pdserve_recurring, [KEEPING] = pdserve_keeping,
         [GATING] = pdserve_gating, [SCALING] = pdserve_scaling,
+        [MULTIPLYING] = pdserve_multiplying,
     };
     works[call->kind](call, rows, begin, end);
 }
@@ -53,7 +54,8 @@ static int is_worth_threads(const struct call *call, int64_t rows) {
     case LAYER_NORM:
     case CONVOLVING:
     case GATING:
-    case SCALING: return rows * call->width >= WORTH_THREADS;
+    case SCALING:
+    case MULTIPLYING: return rows * call->width >= WORTH_THREADS;
     case LOOKUP_BFLOAT16:
     case LOOKUP_QUANTIZED: return rows * call->inputs >= WORTH_THREADS;
     case PLACING: return pdserve_attention_is_long(call);

@@ -5,6 +5,9 @@ have a norm, too, without weights, and in some models are keys before their norm
 multiplies what each layer returns.
 
 In a model with experts, each layer has them beside its MLP. Their router sees the layer's input by a norm of its own.
+
+In the small models (E2B, E4B), the last layers attend to keys and values of the last layer of their kind before them,
+and may have MLPs of twice the size. Each layer gets a row of its own of each token.
 """
 
 import math
@@ -29,37 +32,41 @@ from pdserve.model.design import (
 )
 from pdserve.model.families.reading import FULL, SLIDING, Family, activation, kinds_of_layers, require
 from pdserve.model.fields import Fields
+from pdserve.model.input_design import LayerInputs
 from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import DEFAULT_THETA, LinearRope, RopeConfig
 
 BEFORE_MLP = "pre_feedforward_layernorm"
+SCALAR = "layer_scalar"
+OF_TABLE, DEFAULT_VOCAB = "vocab_size_per_layer_input", 262144
 OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 ROPES = (RopeConfig(1e6, share=0.25, is_cut=True), RopeConfig(DEFAULT_THETA))  # where the config does not say
 
 
 def _read(fields: Fields) -> Design:
     require(fields, use_bidirectional_attention="vision")  # images are not served
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if fields.integer(key, 0 if key.startswith("num") else 256):
-            raise fields.unsupported(key, "0")
-    _pass_over_unused(fields)
+    for key in OF_EXPERTS:
+        fields.optional_int(key)  # which may be there without experts
     eps, bias = fields.number("rms_norm_eps", 1e-6), fields.flag("attention_bias", default=False)
     shares_keys = fields.flag("attention_k_eq_v", default=False)
     kinds, window = _kinds(fields), fields.positive("sliding_window", 512)
-    (full, sliding), mlp = _ropes(fields), _mlp(fields, eps)
-    before_mlp = None if isinstance(mlp, BesideExperts) else BEFORE_MLP
+    (full, sliding), inputs, sources = _ropes(fields), _layer_inputs(fields, eps), _sources(fields, kinds)
+    widened = 2 if fields.flag("use_double_wide_mlp", default=False) else 1  # of layers that make no keys and values
     heads = _heads(fields, kinds, shares_keys=shares_keys)
 
-    def layer(kind: str) -> Sequential:
-        is_full = kind == FULL
+    def layer(kind: str, source: int | None) -> Sequential:
+        is_full, reads = kind == FULL, source is not None
+        mlp = _mlp(fields, eps, widened if reads else 1)
+        before_mlp = None if isinstance(mlp, BesideExperts) else BEFORE_MLP
         attention = SelfAttention(
             full if is_full else sliding,
             bias,
             bias,
-            HeadNorms(eps, of_values=True),
+            HeadNorms(eps, k=None) if reads else HeadNorms(eps, of_values=True),
             scores=Scores(1.0, None if is_full else window),
             heads=heads[kind],
             has_values=not (is_full and shares_keys),
+            reads=source,
         )
         return Sequential(
             attention,
@@ -67,18 +74,32 @@ def _read(fields: Fields) -> Design:
             RmsNorm(eps),
             around_attention=Around("input_layernorm", "post_attention_layernorm"),
             around_mlp=Around(before_mlp, "post_feedforward_layernorm"),
-            scalar="layer_scalar",
+            scalar=SCALAR if inputs is None else None,
         )
 
     head = Head(RmsNorm(eps), soft_cap=_cap(fields))
-    return Design(tuple(map(layer, kinds)), head, Embedding(fields.positive("hidden_size") ** 0.5, rounds_scale=True))
+    embedding = Embedding(fields.positive("hidden_size") ** 0.5, rounds_scale=True)
+    return Design(tuple(map(layer, kinds, sources)), head, embedding, layer_inputs=inputs)
 
 
-def _pass_over_unused(fields: Fields) -> None:
-    """Look up keys of what is not served, and is not there."""
-    for key in ("vocab_size_per_layer_input", *OF_EXPERTS):
-        fields.optional_int(key)
-    fields.flag("use_double_wide_mlp", default=False)  # of layers that share keys and values
+def _layer_inputs(fields: Fields, eps: float) -> LayerInputs | None:
+    size, num_rows = fields.integer("hidden_size_per_layer_input", 256), fields.optional_int(OF_TABLE)
+    if size == 0:
+        return None
+    if (num_rows or DEFAULT_VOCAB) != fields.positive("vocab_size"):
+        raise fields.unsupported(OF_TABLE, "as many as vocab_size")
+    return LayerInputs(fields.positive("hidden_size_per_layer_input", size), _activation(fields), eps, SCALAR)
+
+
+def _sources(fields: Fields, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Return of each layer whose keys and values it reads: those of the last layer of its kind that makes its own."""
+    key, count = "num_kv_shared_layers", len(kinds)
+    num_readers = fields.integer(key, 0)
+    own = kinds[: count - num_readers]
+    if not 0 <= num_readers < count or not set(kinds) <= set(own):
+        raise fields.unsupported(key, f"less than {count}, behind a layer of each kind")
+    last = {kind: place for place, kind in enumerate(own)}
+    return (*[None] * len(own), *[last[kind] for kind in kinds[len(own) :]])
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
@@ -87,10 +108,13 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     return (*kinds[:-1], FULL)
 
 
-def _mlp(fields: Fields, eps: float) -> GatedMlp | BesideExperts:
-    mlp = GatedMlp(
-        fields.positive("intermediate_size"), activation(fields, Activation.GELU_TANH, key="hidden_activation")
-    )
+def _activation(fields: Fields) -> Activation:
+    return activation(fields, Activation.GELU_TANH, key="hidden_activation")
+
+
+def _mlp(fields: Fields, eps: float, widened: int) -> GatedMlp | BesideExperts:
+    """Return the MLP of a layer. widened: by which factor it is larger than the config says; experts are not."""
+    mlp = GatedMlp(widened * fields.positive("intermediate_size"), _activation(fields))
     if not fields.flag("enable_moe_block", default=False):
         return mlp
     of_all, of_token, inner = OF_EXPERTS
