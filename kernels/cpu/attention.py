@@ -198,8 +198,9 @@ class PagedAttention:
         """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
         qkv: [num_tokens, num_heads + parts * num_kv_heads, head_dim], contiguous, of the rows' dtype; or q alone, to
-        attend to K and V of `layer` that the step has written before. rope: which of the planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are
-        planned. Of a latent's results, features that turn mean nothing.
+        attend to K and V of `layer` that the step has written before. rope: which of the planned ones.
+        Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are planned. Of a latent's
+        results, features that turn mean nothing.
         """
         step, dtype = self._step, self._dtype
         require_tensor("qkv", qkv, (None, None, step.head_dim), (dtype,))

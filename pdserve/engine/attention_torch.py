@@ -167,7 +167,13 @@ class GroupedAttention:
         is_shared = q.shape[1] != k.shape[1]
         if self._soft_cap is None and sinks is None:
             return scaled_dot_product_attention(
-                q, k, v, attn_mask=None if is_causal else group.mask, is_causal=is_causal, enable_gqa=is_shared, scale=self._scale
+                q,
+                k,
+                v,
+                attn_mask=None if is_causal else group.mask,
+                is_causal=is_causal,
+                enable_gqa=is_shared,
+                scale=self._scale,
             )
         mask = torch.full((q.shape[2], k.shape[2]), float("-inf")).triu_(1) if is_causal else group.mask
         return _scored(heads, _Scoring(self._scale, self._soft_cap, sinks), mask)

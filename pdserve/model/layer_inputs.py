@@ -60,9 +60,9 @@ class LayerInputs:
     def rows(self, ops: Ops, token_ids: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
         """Return each layer's rows, [num_tokens, size], once for a step. embedded: the first layer's input."""
         size = len(self.norm.weight)
-        made = ops.embed(token_ids, self.table, self.table_scale)
-        for projected, own in zip(ops.linear(embedded, self.projection).split(size, 1), made.split(size, 1), strict=True):
-            ops.norm_add(projected, self.norm, own)
+        made, projected = ops.embed(token_ids, self.table, self.table_scale), ops.linear(embedded, self.projection)
+        for of_layer, own in zip(projected.split(size, 1), made.split(size, 1), strict=True):
+            ops.norm_add(of_layer, self.norm, own)
         return ops.scaled(made, HALF).split(size, 1)
 
     def matrices(self) -> Iterator[Linear]:

@@ -90,15 +90,15 @@ def random_case(
     )  # fmt: skip
 
 
-def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tensor:
-    """Return what some of the case's rows attend to, as one step."""
+def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None), *, by_q_alone: bool = False) -> Tensor:
+    """Return what some of the case's rows attend to, as one step. by_q_alone: to K and V that are in pages already."""
     num_heads = case.qkv.shape[1] - 2 * case.pool.shape[3]
     scoring = Scoring(SCALE * case.pool.shape[-1] ** -0.5)
     paged = PagedAttention(case.pool, num_heads, scoring, num_ropes=2)
     chosen = Rows(case.rows.page_table[rows], case.rows.begins[rows], case.rows.ends[rows])
     other = torch.full_like(case.cos_sin[rows], math.nan)
     paged.plan([other, case.cos_sin[rows]], case.targets[rows], chosen)
-    qkv = case.qkv[rows].clone()
+    qkv = case.qkv[rows, : num_heads if by_q_alone else None].clone()
     return paged.run(Immediate(loaded), LAYER, qkv, case.weights, rope=1)
 
 
@@ -201,6 +201,25 @@ def test_a_rows_bits_depend_on_neither_company_nor_threads(loaded: ctypes.CDLL, 
         torch.set_num_threads(threads)
     assert torch.equal(together, alone)
     assert torch.equal(together, otherwise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_alone_attend_to_what_is_in_the_pages_and_write_nothing(
+    loaded: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    case = random_case(dtype, 64, (6, 2), 16, learnt="norms before")
+    first, written = attended(loaded, case), case.pool.clone()
+    assert torch.equal(attended(loaded, case, by_q_alone=True), first)
+    assert torch.equal(case.pool.nan_to_num(9.0), written.nan_to_num(9.0))
+
+
+def test_other_numbers_of_heads_are_refused(loaded: ctypes.CDLL) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16)
+    paged = PagedAttention(case.pool, 6)
+    paged.plan([case.cos_sin], case.targets, case.rows)
+    for num_heads in (5, 7, 8, 9, 11):
+        with pytest.raises(ValueError, match=f"qkv must have 10 heads, got {num_heads}"):
+            paged.run(Immediate(loaded), LAYER, torch.zeros(len(case.qkv), num_heads, 64))
 
 
 def test_only_the_slots_of_the_tokens_are_written(loaded: ctypes.CDLL) -> None:

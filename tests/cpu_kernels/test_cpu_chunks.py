@@ -45,8 +45,10 @@ class Prompts:
         for row, count in enumerate(counts):
             self.table[row, :count] = [supply.pop() for _ in range(count)]
 
-    def attended(self, loaded: ctypes.CDLL, cuts: list[tuple[int, int, int]], window: int | None = None) -> Tensor:
-        """Run one step of chunks, each (sequence, first token, end); q and k are not turned."""
+    def attended(
+        self, loaded: ctypes.CDLL, cuts: list[tuple[int, int, int]], window: int | None = None, *, alone: bool = False
+    ) -> Tensor:
+        """Run one step of chunks, each (sequence, first token, end); q and k are not turned. alone: queries are."""
         qkv = torch.cat([self.qkvs[row][begin:end] for row, begin, end in cuts])
         angles = torch.cat((torch.ones(len(qkv), qkv.shape[2] // 2), torch.zeros(len(qkv), qkv.shape[2] // 2)), 1)
         positions = [(row, position) for row, begin, end in cuts for position in range(begin, end)]
@@ -58,7 +60,8 @@ class Prompts:
         scoring = Scoring(qkv.shape[2] ** -0.5, self.soft_cap or 0.0)
         paged = PagedAttention(self.pool, self.num_heads, scoring)
         paged.plan([angles], targets, Rows(self.table[:0], nothing, nothing), chunks)
-        return paged.run(Immediate(loaded), LAYER, qkv, HeadWeights(sinks=self.sinks))
+        given = qkv[:, : self.num_heads].contiguous() if alone else qkv
+        return paged.run(Immediate(loaded), LAYER, given, HeadWeights(sinks=self.sinks))
 
     def expected(self, row: int, begin: int, window: int | None) -> Tensor:
         heads = self.qkvs[row].double().transpose(0, 1)
@@ -91,6 +94,15 @@ def test_each_token_is_the_formula_over_what_it_sees(
     loaded: ctypes.CDLL, head_dim: int, heads: tuple[int, int], page_size: int
 ) -> None:
     checked(loaded, Prompts(head_dim, heads, page_size, SPANS))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_queries_alone_attend_to_what_is_in_the_pages(loaded: ctypes.CDLL, window: int | None) -> None:
+    prompts = Prompts(64, (6, 2), 16, [(0, end) for _, end in SPANS])
+    cuts = [(row, *span) for row, span in enumerate(prompts.spans)]
+    first, written = prompts.attended(loaded, cuts, window), prompts.pool.clone()
+    assert torch.equal(prompts.attended(loaded, cuts, window, alone=True), first)
+    assert torch.equal(prompts.pool.nan_to_num(9.0), written.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("lay_out", LAID_OUT)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.layers import layer_norm, rms_norm, rms_norm_
+from pdserve.kernels.cpu.states import multiply_rows
 from pdserve.model.ops import LayerNorm, RmsNorm, TorchOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,6 +36,21 @@ def check_norms(calls: Immediate, width: int, dtype: torch.dtype) -> None:
         expected = functional.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-2)
         found = layer_norm(calls, x, weight, bias, 1e-2)
         torch.testing.assert_close(found.double(), expected, rtol=close["rtol"], atol=10 * close["atol"])
+
+
+@pytest.mark.parametrize(("width", "dtype"), list(product(WIDTHS, DTYPES)))
+def test_rows_are_multiplied_with_columns_of_wider_ones_in_place(
+    calls: Immediate, width: int, dtype: torch.dtype
+) -> None:
+    for num_rows in (0, 1, 40):
+        x, wide = random_rows(num_rows, width, dtype), random_rows(num_rows, width + 2, dtype)
+        factors, before = wide[:, 1:-1], wide.clone()
+        expected = x * factors
+        assert multiply_rows(calls, x, factors) is x
+        assert torch.equal(x, expected)
+        assert torch.equal(wide, before)
+    with pytest.raises(ValueError, match="factors"):
+        multiply_rows(calls, x, wide)
 
 
 @pytest.mark.parametrize(("width", "dtype"), list(product(WIDTHS, DTYPES)))

@@ -115,7 +115,7 @@ def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:
     assert bench.counts["ahead"] == 3
 
 
-@pytest.mark.parametrize("family", ["gemma2", *long("gpt-oss", "mixtral", "cohere2", "deepseek-v3")])
+@pytest.mark.parametrize("family", ["gemma2", "gemma4-shared", *long("gpt-oss", "mixtral", "cohere2", "deepseek-v3")])
 def test_windows_sinks_experts_and_latents_are_served_with_guesses(tmp_path: Path, family: str) -> None:
     loaded = loaded_model(write_model(family, tmp_path))
     asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]

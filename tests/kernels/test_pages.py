@@ -41,6 +41,8 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
     rotation = Rotation(cos_sin, weights[0], weights[1], 1e-6)
     out = pageio.rope_write((q, k, v), positions, rotation, Target(k_pages, v_pages, slots))
 
+    assert torch.equal(pageio.rope(q, positions, rotation), out)
+
     def finished(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         normed = reference.rms_norm(x.double(), weight.double(), 1e-6)
         return reference.rope(normed, cos_sin[positions].double())

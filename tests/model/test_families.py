@@ -321,8 +321,17 @@ def one_rope(of: Design) -> Design:
     return rope(**{name: getattr(last.attention.rope, name) for name in ("theta", "scaling", "share")})(of)
 
 
+def readers(source: int, **changes: object) -> Change:
+    return at("attention", lambda of: of.reads == source, **changes)
+
+
 NOTHING = Sequential(None, None, RmsNorm(1e-5))
-SEEN = ("deepseek-v3", "gemma2", "qwen2-moe")  # in each run; what is left out of others, in make test-long
+SEEN = (
+    "deepseek-v3",
+    "gemma2",
+    "gemma4-shared",
+    "qwen2-moe",
+)  # in each run; what is left out of others, in make test-long
 LEFT_OUT: dict[tuple[str, str], Change] = {
     ("apertus", "norms of q and k"): attention(qk_norm=None),
     ("apertus", "rope scaling"): rope(scaling=None),
@@ -371,6 +380,11 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gemma4", "the norms after attention and MLP"): layers(
         around_attention=Around("input_layernorm"), around_mlp=Around("pre_feedforward_layernorm")
     ),
+    ("gemma4-shared", "inputs of each layer"): lambda of: layers(scalar="layer_scalar")(replace(of, layer_inputs=None)),
+    ("gemma4-shared", "the gate's GELU"): lambda of: changed(of, "layer_inputs", {"activation": Activation.SILU}),
+    ("gemma4-shared", "the last layer with a window that others read"): readers(4, reads=3),
+    ("gemma4-shared", "which layers read that one"): readers(4, reads=0),
+    ("gemma4-shared", "the norm of queries of others' keys"): at("attention", lambda of: of.reads == 2, qk_norm=None),
     ("ministral", "the window"): sliding(window=None),
     ("ministral3", "queries that grow"): rope(growth=None),
     ("olmo3", "the rope that is not scaled"): one_rope,
@@ -512,7 +526,8 @@ def test_a_variation_that_is_left_out_is_noticed(family: str, what: str, folders
 
 def check_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -> None:
     ops, (q, k, v) = TorchOps(), (config.num_heads * config.head_dim, *(config.num_kv_heads * config.head_dim,) * 2)
-    of_halves = [ops.linear(x, each.qkv).split([q // 2, k // 2, v // 2], -1) for each in of_ranks]
+    widths = [q, k, v] if len(whole.qkv.data) > q else [q]  # of layers that read keys and values of others
+    of_halves = [ops.linear(x, each.qkv).split([width // 2 for width in widths], -1) for each in of_ranks]
     together = torch.cat([torch.cat(same, -1) for same in zip(*of_halves, strict=True)], -1)
     torch.testing.assert_close(together, ops.linear(x, whole.qkv), atol=1e-5, rtol=1e-5)
 

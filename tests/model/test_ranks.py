@@ -87,6 +87,8 @@ def assert_right(checkpoint: Checkpoint, found: list[list[int]]) -> None:
         ("qwen3", 2, {}),
         ("gemma4", 2, {}),
         ("gemma4", 4, {}),
+        ("gemma4-shared", 2, {}),
+        ("gemma4-shared", 8, {}),  # two ranks have the same KV head
         ("lfm2", 4, {}),
         ("qwen3.5", 4, {"linear_num_key_heads": 4}),
         ("qwen3.5", 3, {**NINE_HEADS, "linear_num_key_heads": 5, "linear_num_value_heads": 10}),  # one head, and two
@@ -123,11 +125,25 @@ def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*STATES}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*STATES, "gemma4-shared"}))
 def test_pipeline_stages_draw_the_tokens_of_one_rank_in_each_family(
     opened: Callable[..., Checkpoint], family: str
 ) -> None:
     assert_ranks_are_as_one(opened(family), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ({}, "layers that read keys and values of others"),
+        ({"num_kv_shared_layers": 0}, "inputs of each layer"),
+    ],
+)
+def test_layers_that_share_more_than_hidden_states_are_refused_in_stages(
+    opened: Callable[..., Checkpoint], shape: dict[str, int], kind: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"pipeline_parallel_size: 2: {kind} are not served in stages yet"):
+        check_divides(opened("gemma4-shared", **shape).config, Degrees(1, 2))
 
 
 def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoint]) -> None:

@@ -40,6 +40,7 @@ REFUSED = {
     "deepseek-v3",
     "gemma4",
     "gemma4-moe",
+    "gemma4-shared",
     "glm4-lite",
     "llama4",
     "ministral3",

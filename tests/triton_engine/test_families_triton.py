@@ -69,7 +69,18 @@ def in_two_groups(step: StepPlan) -> StepPlan:
 
 # With layers of each kind, whose windows the steps pass; the others have one layer.
 WITH_WINDOWS = (
-    *("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gpt-oss", "ministral", "olmo3"),
+    *(
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gemma4-moe",
+        "gemma4-shared",
+        "gpt-oss",
+        "ministral",
+        "olmo3",
+    ),
     "qwen2-windows",
 )
 AS_IN_THE_ZOO = tuple(each for each in (*STATES, "granite-4-attention") if each not in ("bamba", "falcon-h1"))
@@ -81,7 +92,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 # Those whose kernels get something that no other test gives them; the kernels do not have Llama 4.
-ALWAYS = ("deepseek-v3", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
+ALWAYS = ("deepseek-v3", "gemma4-shared", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
 
 
 @pytest.mark.parametrize("family", long_but(ALWAYS, [each for each in MORE_FAMILIES if each != "llama4"]))

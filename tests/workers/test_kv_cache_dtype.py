@@ -94,6 +94,7 @@ def test_other_types_are_refused(tmp_path: Path, asked: str, problem: str) -> No
 @pytest.mark.parametrize(
     ("family", "kept", "size"),
     [
+        ("gemma4-shared", "heads of two sizes", 1),
         ("deepseek-v3", "latent rows", 1),
         ("deepseek-v3", "latent rows", 2),
         ("gemma4", "heads of two sizes", 1),
