@@ -63,7 +63,8 @@ class LayerInputs:
         made, projected = ops.embed(token_ids, self.table, self.table_scale), ops.linear(embedded, self.projection)
         for of_layer, own in zip(projected.split(size, 1), made.split(size, 1), strict=True):
             ops.norm_add(of_layer, self.norm, own)
-        return ops.scaled(made, HALF).split(size, 1)
+        rows: tuple[Tensor, ...] = ops.scaled(made, HALF).split(size, 1)
+        return rows
 
     def matrices(self) -> Iterator[Linear]:
         yield from (self.table, self.projection)

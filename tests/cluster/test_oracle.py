@@ -26,14 +26,7 @@ NUM_TOKENS = 64
 FLOAT32 = ("--dtype", "float32", "--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
 ALWAYS = ("gemma3",)  # layers with a window and without; `tests/model` has every family
 WITH_WINDOWS = (
-    "cohere2",
-    "exaone4",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gemma4-shared",
-    "ministral",
-    "olmo3",
+    *("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gemma4-shared", "ministral", "olmo3"),
     "qwen2-windows",
 )
 LENGTHS = (1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 300)

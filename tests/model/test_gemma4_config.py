@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from pdserve.base.errors import ConfigError
+from pdserve.executor.form import choose_kv_code
 from pdserve.executor.kernel_checks import check_kernels
 from pdserve.executor.layouts import describe_layout
 from pdserve.executor.rank_memory import own_layout
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import BesideExperts, SelfAttention
+from pdserve.model.design import BesideExperts, GatedMlp, SelfAttention, Sequential
 from pdserve.model.kv_heads import Heads
 from pdserve.model.rope_config import RopeConfig
 from pdserve.model.sharding import check_divides
@@ -58,8 +59,93 @@ TEXT: dict[str, object] = {  # such as that of the dense model with 31B paramete
 }
 
 
+OF_TABLE = "vocab_size_per_layer_input"
+
+
 def read(**changes: object) -> ModelConfig:
     return ModelConfig.from_hf({**TEXT, "architectures": ["Gemma4ForCausalLM"], **changes})
+
+
+SMALL: dict[str, object] = {  # such as that of E2B
+    "attention_k_eq_v": False,
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "sliding_window": 512,
+    "use_double_wide_mlp": True,
+}
+ALL_ALIKE = {"layer_types": ["full_attention"] * 12, "global_head_dim": 256}
+
+
+def attentions(config: ModelConfig) -> list[SelfAttention]:
+    return [each for each in config.design.attentions if isinstance(each, SelfAttention)]
+
+
+def test_the_last_layers_read_keys_and_values_of_the_last_ones_of_their_kind_that_have_some() -> None:
+    config = read(**SMALL)
+    assert [each.reads for each in attentions(config)] == [None] * 15 + [13, 13, 13, 13, 14] * 4
+    assert config.design.readers == {place: 14 if place % 5 == 4 else 13 for place in range(15, 35)}
+    mlps = [layer.mlp for layer in config.design.layers if isinstance(layer.mlp, GatedMlp)]
+    assert [mlp.inner_size for mlp in mlps] == [6144] * 15 + [12288] * 20
+    assert read(**{**SMALL, "num_kv_shared_layers": 0}).design.readers == {}
+
+
+def test_mlps_and_not_experts_are_twice_as_wide_where_layers_read() -> None:
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}
+    last = read(**SMALL, **experts).design.layers[-1].mlp
+    assert isinstance(last, BesideExperts)
+    assert (last.mlp.inner_size, last.experts.expert.inner_size) == (12288, 704)
+
+
+def test_pages_hold_what_the_layers_have_that_make_keys_and_values() -> None:
+    layout = describe_layout(read(**SMALL), "weights", 16, "bfloat16", "cpu")
+    (window,) = layout.others
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size) == (3, 1, 512, 32)
+    assert (window.num_layers, window.num_kv_heads, window.head_dim, window.page_size) == (12, 1, 256, 16)
+    assert layout.page_bytes == window.page_bytes("bfloat16") == 12 * 2 * 256 * 2 * 16
+    assert layout.token_bytes == (12 * 256 + 3 * 512) * 2 * 2
+    alike = describe_layout(read(**ALL_ALIKE, num_kv_shared_layers=7), "weights", 16, "bfloat16", "cpu")
+    assert (alike.num_layers, alike.others) == (5, ())
+
+
+def test_inputs_of_each_layer_have_the_size_that_transformers_gives_them() -> None:
+    inputs = read(hidden_size_per_layer_input=None).design.layer_inputs
+    assert inputs == read(**SMALL).design.layer_inputs
+    assert inputs is not None
+    assert inputs.size == 256
+    assert [layer.scalar for layer in read(**SMALL).design.layers if isinstance(layer, Sequential)] == [None] * 35
+    with pytest.raises(ConfigError, match="hidden_size_per_layer_input: -1 is not an integer from 1"):
+        read(hidden_size_per_layer_input=-1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"num_kv_shared_layers": 7}, "layers that read keys and values of others"),
+        ({"hidden_size_per_layer_input": 256}, "inputs of each layer"),
+    ],
+)
+def test_what_no_test_has_compared_is_refused_where_heads_are_alike_too(changes: dict[str, object], kind: str) -> None:
+    config = read(**ALL_ALIKE, **changes)
+    assert not config.has_unlike_heads
+    layout = describe_layout(config, "weights", 16, "bfloat16", "cpu")
+    with pytest.raises(ConfigError, match=f"rank_memory: own is not served for a model with {kind}"):
+        own_layout(config, layout, Degrees(2))
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model with {kind}"):
+        choose_kv_code("int8", config)
+    with pytest.raises(ConfigError, match=f"pipeline_parallel_size: 2: {kind} are not served in stages yet"):
+        check_divides(config, Degrees(1, 2))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_so_many_ranks_divide_the_heads_of_a_small_model(size: int) -> None:
+    check_divides(read(**SMALL), Degrees(size))
 
 
 def test_layers_that_see_all_tokens_have_heads_of_their_own() -> None:
@@ -114,9 +200,11 @@ def test_a_wrapper_has_the_same_text_part() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),  # transformers has 256 of them then
-        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input"),
+        ({"hidden_size_per_layer_input": 256, "vocab_size": 9, "vocab_size_per_layer_input": None}, OF_TABLE),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 12}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers"),  # no layer that sees all tokens is before them
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"hidden_activation": "silu"}, "hidden_activation"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping"),

@@ -27,7 +27,7 @@ SHAPE = {
 }
 HYBRID = {
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 4},
-    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
+    "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 40},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-M"},
 }
@@ -110,6 +110,24 @@ def test_tensors_the_model_does_not_read_are_passed_over() -> None:
     tied = replace(CONFIG, tie_word_embeddings=True)
     ignored = dict.fromkeys(("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"), torch.zeros(1))
     load_model(tied, {**dummy_weights(tied), **held(ignored)}, torch.float32)
+
+
+def test_matrices_of_keys_and_values_that_a_layer_does_not_make_are_passed_over() -> None:
+    shape = {key: value for key, value in SHAPE.items() if key != "architectures"}
+    kinds = ["full_attention"] * 2
+    config = ModelConfig.from_hf(
+        {**shape, "architectures": ["Gemma4ForCausalLM"], "layer_types": kinds, "num_kv_shared_layers": 1}
+        | {"vocab_size_per_layer_input": 40}
+    )
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    unread = {f"model.layers.1.self_attn.{name}.weight": torch.zeros(1) for name in names}
+    load_model(config, {**dummy_weights(config), **held(unread)}, torch.float32)
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.v_norm\.weight: not a tensor of"):
+        load_model(
+            config,
+            {**dummy_weights(config), **held({"model.layers.0.self_attn.v_norm.weight": torch.zeros(1)})},
+            torch.float32,
+        )
 
 
 def test_progress_rises_to_one() -> None:

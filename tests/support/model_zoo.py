@@ -449,6 +449,9 @@ WITH_IMAGES = {
         transformers.Gemma3Config, "gemma3_text", "siglip_vision_model", head_dim=32, sliding_window=96
     ),
     "gemma4-images": seeing(transformers.Gemma4Config, "gemma4_text", "gemma4_vision", **GEMMA_4, pad_token_id=0),
+    "gemma4-shared-images": seeing(
+        transformers.Gemma4Config, "gemma4_text", "gemma4_vision", **GEMMA_4_SHARED, pad_token_id=0
+    ),
     "qwen3.5-images": seeing(
         transformers.Qwen3_5Config, "qwen3_5_text", "qwen3_5_vision", **BETWEEN_STATES, **DELTA_HEADS
     ),

@@ -69,18 +69,8 @@ def in_two_groups(step: StepPlan) -> StepPlan:
 
 # With layers of each kind, whose windows the steps pass; the others have one layer.
 WITH_WINDOWS = (
-    *(
-        "cohere2",
-        "exaone4",
-        "gemma2",
-        "gemma3",
-        "gemma4",
-        "gemma4-moe",
-        "gemma4-shared",
-        "gpt-oss",
-        "ministral",
-        "olmo3",
-    ),
+    *("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gpt-oss", "ministral", "olmo3"),
+    "gemma4-shared",
     "qwen2-windows",
 )
 AS_IN_THE_ZOO = tuple(each for each in (*STATES, "granite-4-attention") if each not in ("bamba", "falcon-h1"))
