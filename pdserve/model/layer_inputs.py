@@ -13,8 +13,10 @@ from pdserve.model.ops import Linear, Ops, RmsNorm, weight_bytes
 from pdserve.model.parallel import vocab_parallel
 from pdserve.model.parts import Parts
 
+# Norms come behind these factors, so that they change nothing but what `eps` is beside them: sums of two rows are
+# divided by √2, and products by the square root of the hidden size.
+SUMMED = 2.0
 TABLE = "model.embed_tokens_per_layer"
-HALF = 0.5**0.5  # of the sum of two rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class InputGate:
             gate=held(tensors.take_matrix(f"{parts.prefix}per_layer_input_gate", of.size, hidden)),
             activation=of.activation,
             projection=held(tensors.take_matrix(f"{parts.prefix}per_layer_projection", hidden, of.size)),
-            norm=RmsNorm(tensors.take(f"{parts.prefix}post_per_layer_input_norm.weight", (hidden,)), of.eps),
+            norm=RmsNorm(tensors.take(f"{parts.prefix}post_per_layer_input_norm.weight", (hidden,)), of.eps * SUMMED),
             scalar=float(tensors.take(f"{parts.prefix}{of.scalar}", (1,))),
         )
 
@@ -63,7 +65,7 @@ class LayerInputs:
         made, projected = ops.embed(token_ids, self.table, self.table_scale), ops.linear(embedded, self.projection)
         for of_layer, own in zip(projected.split(size, 1), made.split(size, 1), strict=True):
             ops.norm_add(of_layer, self.norm, own)
-        rows: tuple[Tensor, ...] = ops.scaled(made, HALF).split(size, 1)
+        rows: tuple[Tensor, ...] = made.split(size, 1)
         return rows
 
     def matrices(self) -> Iterator[Linear]:
@@ -87,7 +89,7 @@ class LayerInputs:
             table_scale=float(torch.tensor(of.size**0.5, dtype=tensors.dtype)),
             vocab_size=config.vocab_size,
             projection=parts.ops.held(tensors.take_matrix("model.per_layer_model_projection", width, hidden)),
-            norm=RmsNorm(weight, of.eps * hidden),  # of rows that are not divided by √hidden yet
+            norm=RmsNorm(weight, of.eps * hidden),
             gates=tuple(
                 InputGate.build(of, replace(parts, prefix=f"model.layers.{index}."))
                 for index in rank.layers(config.num_layers)
@@ -96,5 +98,5 @@ class LayerInputs:
 
 
 def token_bytes(of: Inputs, num_layers: int, item: int) -> int:
-    """Return the bytes of a token's rows of all layers while they are made: from the table, projected, and scaled."""
-    return 3 * num_layers * of.size * item
+    """Return the bytes of a token's rows of all layers while they are made: from the table, and projected."""
+    return 2 * num_layers * of.size * item

@@ -143,6 +143,19 @@ def test_logits_and_ragged_batches_are_those_of_transformers(family: str, folder
     assert len({token for answer in answers for token in answer}) > 8, "the same tokens again and again prove little"
 
 
+def test_what_norms_add_to_squares_is_that_of_transformers_where_rows_are_not_divided(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Factors before a norm change nothing but that."""
+    folder = shutil.copytree(folders("gemma4-shared"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 3.0}))
+    with torch.inference_mode():
+        expected = load_oracle(folder)(torch.tensor([PROMPT])).logits[0]
+    found = logits_of(load_model(config_of(folder), weights_of(folder), torch.float32))
+    torch.testing.assert_close(found, expected, atol=5e-4, rtol=5e-4)
+
+
 @pytest.fixture
 def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return where the rows of each step are noted that runs as a program."""

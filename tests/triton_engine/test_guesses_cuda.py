@@ -118,7 +118,7 @@ def test_a_wrong_guess_that_is_kept_would_change_the_kernels_answer(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma4-shared", "deepseek-v3"])
 def test_windows_and_latents_are_served_with_guesses_by_kernels(tmp_path: Path, family: str) -> None:
     loaded = loaded_model(write_model(family, tmp_path))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
