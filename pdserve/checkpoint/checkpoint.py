@@ -50,7 +50,8 @@ UNROUNDED = (
     ".kv_b_proj.weight",  # expands latents: products take its parts in bfloat16
 )
 EMBEDDING = "model.embed_tokens.weight"
-VOCABULARY = (EMBEDDING, EMBEDDING.removeprefix("model."), "lm_head.weight")  # heads have the second
+TABLES = (EMBEDDING, "model.embed_tokens_per_layer.weight")  # whose rows are looked up
+VOCABULARY = (*TABLES, EMBEDDING.removeprefix("model."), "lm_head.weight")  # heads have the second
 
 
 def file_digest(path: Path) -> str:
@@ -243,8 +244,8 @@ def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization, de
         return checkpoint.coded_weights()
     weights = checkpoint.weights()
     rounded = in_form(weights, quantization)
-    if device == "cuda" and EMBEDDING in weights:  # held as floats there, so rounding it would gain nothing
-        rounded[EMBEDDING] = weights[EMBEDDING]
+    if device == "cuda":  # tables are held as floats there, so rounding them would gain nothing
+        rounded.update({name: weights[name] for name in TABLES if name in weights})
     return rounded
 
 

@@ -10,7 +10,7 @@ import torch
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import (
-    EMBEDDING,
+    TABLES,
     UNROUNDED,
     Checkpoint,
     ChosenQuantization,
@@ -145,8 +145,9 @@ def weight_bytes(weights: Weights, dtype: str, device: Device) -> int:
 
 def _bytes_of(name: str, stored: Stored, dtype: str, device: Device) -> int:
     count, codes, on_gpu = prod(stored.shape), stored.codes, device == "cuda"
-    takes_fp8 = on_gpu or (dtype == "bfloat16" and name != EMBEDDING)
-    if codes is None or name.endswith(UNROUNDED) or (codes.is_fp8 and not takes_fp8) or (on_gpu and name == EMBEDDING):
+    is_table = name in TABLES
+    takes_fp8 = on_gpu or (dtype == "bfloat16" and not is_table)
+    if codes is None or name.endswith(UNROUNDED) or (codes.is_fp8 and not takes_fp8) or (on_gpu and is_table):
         return count * DTYPES[dtype].itemsize
     outputs, inputs = stored.shape
     group, scale_bytes = SEGMENT if codes.is_fp8 else GROUP, 4  # of an integer's group a scale and a minimum

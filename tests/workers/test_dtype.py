@@ -159,6 +159,21 @@ def test_a_gpus_worker_loads_its_embedding_as_the_file_has_it(tmp_path: Path) ->
     assert not torch.equal(found["cuda", "int8"], found["cpu", "int8"])
 
 
+def test_a_gpus_worker_loads_rows_of_each_layer_as_the_file_has_them(tmp_path: Path) -> None:
+    write_model("gemma4-shared", tmp_path)
+    found = {}
+    for device, quantization in (("cuda", "int8"), ("cuda", "none"), ("cpu", "int8"), ("cpu", "int4")):
+        asked = worker(tmp_path, device=device, dtype="bfloat16", quantization=quantization)
+        chosen = form.choose_form(asked, open_model(asked))
+        model = form.load_form(asked, chosen, torch.device("cpu"), None)
+        assert isinstance(model, Decoder)
+        assert model.layer_inputs is not None
+        found[device, quantization] = model.ops.embed(torch.arange(16), model.layer_inputs.table)
+    assert torch.equal(found["cuda", "int8"], found["cuda", "none"])
+    assert not torch.equal(found["cuda", "int8"], found["cpu", "int8"])
+    assert torch.equal(found["cpu", "int8"], found["cpu", "int4"]), "tables have at least 8 bits"
+
+
 def test_rows_of_latents_are_not_those_of_workers_that_order_their_features_otherwise(tmp_path: Path) -> None:
     latent = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     named = {"architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 8, **latent}

@@ -13,8 +13,11 @@ from mtp_modules import write_model_with_module
 from worker_settings import built, settings_of
 
 from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.guesses import DraftsBy
 from pdserve.executor import draft_loading, loading
+from pdserve.executor.draft_loading import with_room
+from pdserve.executor.head_files import open_head
 from pdserve.model.config import ModelConfig
 from pdserve.model.eagle3_config import read_head
 from pdserve.protocol.drafts import DraftSource
@@ -22,6 +25,7 @@ from pdserve.protocol.link import layout_from_proto, layout_to_proto
 from pdserve.worker.boot import Engine
 
 LAYERS = (0, 1, 2)
+ALIKE: dict[str, object] = {"global_head_dim": 32, "per_layer_config": None}  # heads of Gemma 4
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,29 @@ def test_routers_take_the_pages_of_a_model_with_windows_and_a_head(
     layout = started(target, write_head(tmp_path / "head", config, random_head(config))).layout
     assert layout_from_proto(layout_to_proto(layout)) == layout
     assert [layout.num_layers, *[group.num_layers for group in layout.others]] == num_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "heads of two sizes"),
+        (ALIKE, "layers that read keys and values of others"),
+        ({**ALIKE, "num_kv_shared_layers": 0}, "inputs of each layer"),
+    ],
+)
+def test_heads_are_refused_beside_models_that_no_test_has_seen_with_one(
+    target: Path, tmp_path: Path, changes: dict[str, object], kind: str
+) -> None:
+    config = config_of(target)
+    drafts = open_head(write_head(tmp_path / "head", config, random_head(config)), open_directory(target).config)
+    beside = write_model("gemma4-shared", tmp_path / "beside")
+    raw = json.loads((beside / "config.json").read_text())
+    (beside / "config.json").write_text(json.dumps({**raw, **changes}))
+    checkpoint = open_directory(beside)
+    with pytest.raises(
+        ConfigError, match=f"speculative_config.method: eagle3 is not served beside a model with {kind}"
+    ):
+        with_room(checkpoint, drafts)
 
 
 def test_a_head_without_room_beside_pages_that_are_not_taken_yet_is_refused(

@@ -128,6 +128,7 @@ def test_a_draft_model_guesses_up_to_its_own_length_and_that_of_the_worker(tmp_p
         ("deepseek-v2", "latent rows"),
         ("llama4", "attention that torch computes"),
         ("ministral3", "queries that grow"),
+        ("gemma4-shared", "heads of two sizes"),
         ("gemma2", "windows"),
         ("mistral", "windows"),
         ("mixtral", "experts"),
