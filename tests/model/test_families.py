@@ -1,5 +1,6 @@
 """Each family computes in float32 what transformers computes; and each of its own variations, left out, is noticed."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
