@@ -136,7 +136,7 @@ def _experts(fields: Fields, family: GgufFamily) -> dict[str, object]:
     config: dict[str, object] = {
         "architectures": [of.architecture],
         of.count: count,
-        "num_experts_per_tok": fields.positive("expert_used_count"),
+        of.chosen: fields.positive("expert_used_count"),
         of.inner_size: fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length")),
         **{name: number for key, name in of.others.items() if (number := fields.optional_int(key)) is not None},
         **of.own,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdserve.checkpoint.gguf_family import (
+    CHOOSING,
     FUSED,
     HEAD_NORMS,
     LAYER_EPSILON,
@@ -85,7 +86,7 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
         | HEAD_NORMS
         | shared("shared_experts")
         | {"post_attention_norm": "post_attention_layernorm"},
-        bare_names={"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        bare_names={CHOOSING: "mlp.gate.e_score_correction_bias"},
         biases=_ATTENTION,
         weights={"use_qk_norm": "attn_q_norm"},
         experts=_OF_GLM,
@@ -118,7 +119,7 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
     "minimax-m2": GgufFamily(
         "MiniMaxM2ForCausalLM",
         LAYER_NAMES | HEAD_NORMS,
-        bare_names={"exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
+        bare_names={CHOOSING: "block_sparse_moe.e_score_correction_bias"},
         experts=replace(_OF_MIXTRAL, architecture="MiniMaxM2ForCausalLM", by_sigmoid=True),
         partial_rope=True,
     ),
@@ -161,9 +162,27 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
             "attn_k_b": "self_attn.k_b_proj",
             "attn_v_b": "self_attn.v_b_proj",
         },
-        bare_names={"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        bare_names={CHOOSING: "mlp.gate.e_score_correction_bias"},
         experts=replace(_OF_GLM, architecture="DeepseekV3ForCausalLM"),
         has_latents=True,
+    ),
+    "ernie4_5-moe": GgufFamily(
+        "Ernie4_5_MoeForCausalLM",
+        LAYER_NAMES | shared("shared_experts"),
+        bare_names={CHOOSING: "mlp.moe_statics.e_score_correction_bias"},
+        experts=Experts(
+            "Ernie4_5_MoeForCausalLM",
+            "mlp",
+            count="moe_num_experts",
+            chosen="moe_k",
+            bias_in_row=True,
+            others={
+                "expert_shared_count": "moe_num_shared_experts",
+                "interleave_moe_layer_step": "moe_layer_interval",
+                "leading_dense_block_count": "moe_layer_start_index",
+            },
+        ),
+        inert=("expert_shared_feed_forward_length",),  # which follows from the count
     ),
     "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
     "exaone4": GgufFamily("Exaone4ForCausalLM", _AFTER_ALONE, windows=Windows("Exaone4ForCausalLM", period=4)),
@@ -222,6 +241,12 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
         _AFTER_ALONE,
         biases=_ATTENTION,
         windows=Windows("Olmo3ForCausalLM", period=4, own_rope=True),
+    ),
+    "olmoe": GgufFamily(
+        "OlmoeForCausalLM",
+        LAYER_NAMES | HEAD_NORMS,
+        biases=_ATTENTION,
+        experts=Experts("OlmoeForCausalLM", "mlp", inner_size="intermediate_size", own={"norm_topk_prob": False}),
     ),
     "phi2": GgufFamily(
         "PhiForCausalLM",

@@ -21,6 +21,7 @@ LAYER_NAMES = {
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
+CHOOSING = "exp_probs_b"  # a bias that chooses experts
 SHARED_GATE = "ffn_gate_inp_shexp"  # a matrix of one row, which the converter writes as a vector
 FUSED = "attn_qkv"  # q, k and v in one: the converter does so for any family, if asked to
 RMS_EPSILON, LAYER_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -55,6 +56,8 @@ class Experts:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     count: str = "num_experts"  # in config.json
     inner_size: str = "moe_intermediate_size"  # in config.json
+    chosen: str = "num_experts_per_tok"  # in config.json
+    bias_in_row: bool = False  # the bias that chooses has an axis of one, which files may have lost
     router: str = "gate"
     by_sigmoid: bool = False  # how they are scored; else by softmax
     scaled: bool = False  # files say what weights are multiplied with, and whether they are normalized

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_family import (
+    CHOOSING,
     HEAD_NORMS,
     OF_GRANITE,
     RMS_EPSILON,
@@ -273,7 +274,7 @@ STATEFUL: Mapping[str, GgufFamily] = {  # by `general.architecture`
         "Lfm2MoeForCausalLM",
         _LFM2_NAMES,
         _LFM2_TOP,
-        {"exp_probs_b": "feed_forward.expert_bias"},
+        {CHOOSING: "feed_forward.expert_bias"},
         epsilon=_LFM2_EPSILON,
         states=States(_lfm2_moe, _LFM2_KINDS),
         experts=Experts(
@@ -294,7 +295,7 @@ STATEFUL: Mapping[str, GgufFamily] = {  # by `general.architecture`
             "ffn_latent_down": "mixer.fc1_latent_proj",
             "ffn_latent_up": "mixer.fc2_latent_proj",
         },
-        bare_names={**_NEMOTRON.bare_names, "exp_probs_b": "mixer.gate.e_score_correction_bias"},
+        bare_names={**_NEMOTRON.bare_names, CHOOSING: "mixer.gate.e_score_correction_bias"},
         experts=Experts(
             "NemotronHForCausalLM",
             "mixer",

@@ -18,7 +18,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
 from pdserve.checkpoint.gguf_config import architecture_of
 from pdserve.checkpoint.gguf_families import FAMILIES
-from pdserve.checkpoint.gguf_family import FUSED, NUM_MORE, SHARED_GATE, STACKS, Experts, GgufFamily
+from pdserve.checkpoint.gguf_family import CHOOSING, FUSED, NUM_MORE, SHARED_GATE, STACKS, Experts, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.checkpoint.gguf_state_weights import with_states
@@ -83,7 +83,8 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
         if part in STACKS and len(tensor.shape) == num_axes and family.experts is not None:
             yield from _each_expert(tensor)
             continue
-        if part == SHARED_GATE and len(tensor.shape) == 1:
+        is_row = part == SHARED_GATE or (part == CHOOSING and family.experts is not None and family.experts.bias_in_row)
+        if is_row and len(tensor.shape) == 1:
             yield replace(tensor, shape=(1, *tensor.shape))
             continue
         if f".{FUSED}." not in tensor.name or FUSED in family.names:

@@ -83,6 +83,31 @@ def _gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
 
 
+def _olmoe(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _ernie_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_expert_count(config.moe_num_experts)
+    writer.add_expert_used_count(config.moe_k)
+    writer.add_interleave_moe_layer_step(1)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
+
+
+def _bias_of_ernie(name: str, values: Array, _: Any) -> list[tuple[str, Array]]:  # noqa: ANN401
+    return [("exp_probs_b.bias", values)] if name.endswith("e_score_correction_bias") else []
+
+
+def _bias_without_its_axis(name: str, values: Array, _: Any) -> list[tuple[str, Array]]:  # noqa: ANN401
+    return [(each, own[0]) for each, own in _bias_of_ernie(name, values, _)]
+
+
 def _glm_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     _glm4(writer, config)
     writer.add_expert_count(config.n_routed_experts)
@@ -290,6 +315,8 @@ def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
 
 
 _IN_GROUPS_OF_32 = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 64}
+# llama.cpp takes shared experts to have the MLP's size over the number of KV heads, as in published models.
+_OF_ERNIE = {"intermediate_size": 256}
 _LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CASES = {
     "deepseek2": zoo_case(
@@ -355,6 +382,10 @@ CASES = {
         MODEL_ARCH.COHERE2, causal(Cohere2Config, sliding_window=40, logit_scale=0.25, num_hidden_layers=5), _cohere2
     ),
     "ernie4_5": zoo_case(MODEL_ARCH.ERNIE4_5, "ernie"),
+    **{
+        name: zoo_case(MODEL_ARCH.ERNIE4_5_MOE, "ernie-moe", _ernie_experts, changes=change, shape=_OF_ERNIE)
+        for name, change in (("ernie4_5-moe", _bias_of_ernie), ("ernie4_5-moe-vector", _bias_without_its_axis))
+    },
     "exaone4": Case(MODEL_ARCH.EXAONE4, causal(Exaone4Config, sliding_window=40, sliding_window_pattern=3), _by_layer),
     "exaone4-whole": Case(
         MODEL_ARCH.EXAONE4, causal(Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 3), _by_layer
@@ -384,6 +415,7 @@ CASES = {
     "mistral": Case(MODEL_ARCH.LLAMA, FAMILIES["mistral"], _mistral, permutes=True),
     "nemotron": zoo_case(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
     "olmo2": zoo_case(MODEL_ARCH.OLMO2, "olmo2"),
+    "olmoe": zoo_case(MODEL_ARCH.OLMOE, "olmoe", _olmoe, shape={"rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
     "olmo3": Case(
         MODEL_ARCH.OLMO2,
         causal(

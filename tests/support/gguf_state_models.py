@@ -228,6 +228,10 @@ def _with_more(write: Write) -> Write:
     def written(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
         write(writer, config)
         writer.add_nextn_predict_layers(1)
+        if config.model_type == "nemotron_h":  # lists by layer count the other one, too, which has both
+            kinds = [*config.layer_types, "moe"]
+            writer.add_feed_forward_length([config.moe_intermediate_size if kind == "moe" else 0 for kind in kinds])
+            _by_layer(writer, config, [*config.layer_types, FULL])
 
     return written
 
