@@ -67,6 +67,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         **{each.name: fields.number(each.key, each.default) for each in (family.epsilon, *family.numbers)},
         **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
         **_scores(fields, family, head_dim),
+        **(family.config(fields, shapes) if family.config is not None else {}),
         **state_config(fields, family, shapes),
         **_experts(fields, family),
         **(latent_config(fields, shapes) if family.has_latents else {}),

@@ -20,11 +20,13 @@ from pdserve.checkpoint.gguf_family import (
     Experts,
     GgufFamily,
     Number,
+    Shapes,
     Windows,
     shared,
     without,
 )
 from pdserve.checkpoint.gguf_states import SPACE_KEYS, STATEFUL
+from pdserve.model.fields import Fields
 
 _ATTENTION, _MLP = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_gate"}
 _FUSED_MLP = {**without("ffn_gate"), "ffn_up": "mlp.gate_up_proj"}
@@ -58,6 +60,23 @@ _OF_GLM = Experts(
     },
 )
 _LLAMA = GgufFamily("LlamaForCausalLM", biases=_ATTENTION | _MLP, interleaved=True)
+
+WITHOUT_HEAD_NORMS = 128  # experts of the only Llama 4 without norms of q and k, as llama.cpp has it
+
+
+def _llama4(fields: Fields, _: Shapes) -> dict[str, object]:
+    """Return what llama.cpp takes to be alike in all models."""
+    if fields.has("attention.sliding_window"):  # 0: no layer sees its block alone
+        raise fields.unsupported("attention.sliding_window", "no such key: blocks of 8192 tokens")
+    return {
+        "intermediate_size_mlp": fields.positive("feed_forward_length"),
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": fields.positive("expert_count") != WITHOUT_HEAD_NORMS,
+    }
+
 
 FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
     **STATEFUL,
@@ -227,6 +246,24 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
             "attn_k_norm": "self_attn.key_layernorm",
         },
         biases=_ATTENTION,
+    ),
+    "llama4": GgufFamily(
+        "Llama4ForCausalLM",
+        {
+            **without("ffn_gate", "ffn_up", "ffn_down"),
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        config=_llama4,
+        experts=Experts(
+            "Llama4ForCausalLM",
+            "feed_forward",
+            count="num_local_experts",
+            inner_size="intermediate_size",
+            router="router",
+            by_sigmoid=True,
+            others={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        ),
     ),
     "nemotron": GgufFamily(
         "NemotronForCausalLM",

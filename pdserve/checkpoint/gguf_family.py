@@ -69,7 +69,6 @@ class Experts:
 class States:
     """What it means that some layers keep states."""
 
-    config: Callable[[Fields, Shapes], dict[str, object]]  # what the config.json has beside that of other families
     kinds: Mapping[str, str] = field(default_factory=dict)  # of layers in config.json, each by a part that they have
     kinds_key: str = "layer_types"  # in config.json
     may_guess: bool = False  # blocks behind the others may guess tokens
@@ -102,6 +101,7 @@ class GgufFamily:
     partial_rope: bool = False  # a part of each head may turn
     long_rope: bool = False  # the file may have factors for short and for long contexts
     norms_plus: float = 0.0  # what norms in the file have on top of Hugging Face's
+    config: Callable[[Fields, Shapes], dict[str, object]] | None = None  # what the config.json has beside all this
     states: States | None = None  # None: all layers have attention
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # matrices, each by the parts it is in
     inert: Container[str] = ()  # keys that change no result in this family

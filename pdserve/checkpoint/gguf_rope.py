@@ -12,8 +12,8 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 DEFAULT_THETA = 10000.0
 ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 
-# Llama 3.1's rope: the file keeps only the factors that follow from these and from one `factor`.
-LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL_LENGTH = 1.0, 4.0, 8192
+# The ropes of Llama 3.1 and of Llama 4: files keep only the factors that follow from these and from one `factor`.
+LLAMA3_LOW, LLAMA3_HIGHS, LLAMA3_ORIGINAL_LENGTH = 1.0, (4.0, 1.0), 8192
 
 
 def rope_parameters(file: GgufFile, fields: Fields, head_dim: int, *, long_rope: bool) -> dict[str, object]:
@@ -77,21 +77,21 @@ def _longrope(file: GgufFile, fields: Fields) -> dict[str, object]:
 
 
 def _llama3(file: GgufFile, fields: Fields, turning: int) -> dict[str, object]:
-    """Recognize Llama 3.1's rope by the factors that the file has for its frequencies."""
+    """Recognize the rope of Llama 3.1 or of Llama 4 by the factors that the file has for its frequencies."""
     factors = read_factors(file, FACTORS)
     theta, factor = fields.number("rope.freq_base", DEFAULT_THETA), max(factors)
-    expected = _llama3_factors(len(factors), theta, factor)
-    if len(factors) * 2 != turning or not all(
-        math.isclose(read, wanted, rel_tol=1e-4) for read, wanted in zip(factors, expected, strict=True)
-    ):
-        raise ConfigError(f"{FACTORS}: is not supported (only the factors of Llama 3.1's rope)")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": LLAMA3_LOW,
-        "high_freq_factor": LLAMA3_HIGH,
-        "original_max_position_embeddings": LLAMA3_ORIGINAL_LENGTH,
-    }
+    for high in LLAMA3_HIGHS:
+        expected = _llama3_factors(len(factors), theta, factor, high)
+        pairs = zip(factors, expected, strict=True)
+        if len(factors) * 2 == turning and all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": LLAMA3_LOW,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": LLAMA3_ORIGINAL_LENGTH,
+            }
+    raise ConfigError(f"{FACTORS}: is not supported (only the factors of the ropes of Llama 3.1 and of Llama 4)")
 
 
 def read_factors(file: GgufFile, name: str) -> tuple[float, ...]:
@@ -110,11 +110,11 @@ def read_factors(file: GgufFile, name: str) -> tuple[float, ...]:
     return struct.unpack(layout, raw)
 
 
-def _llama3_factors(num_frequencies: int, theta: float, factor: float) -> list[float]:
+def _llama3_factors(num_frequencies: int, theta: float, factor: float, high: float) -> list[float]:
     factors = []
     for index in range(num_frequencies):
         wavelength = 2 * math.pi * theta ** (index / num_frequencies)
-        turns = LLAMA3_ORIGINAL_LENGTH / wavelength
-        smooth = min(1.0, max(0.0, (turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)))
+        turns, span = LLAMA3_ORIGINAL_LENGTH / wavelength, high - LLAMA3_LOW
+        smooth = float(turns > high) if span == 0.0 else min(1.0, max(0.0, (turns - LLAMA3_LOW) / span))
         factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
     return factors

@@ -53,7 +53,7 @@ def state_config(fields: Fields, family: GgufFamily, shapes: Shapes) -> dict[str
     if family.states is None:
         return {}
     count = fields.positive("block_count") - (fields.integer(MORE, 0) if family.states.may_guess else 0)
-    config: dict[str, object] = {"num_hidden_layers": count, **family.states.config(fields, shapes)}
+    config: dict[str, object] = {"num_hidden_layers": count}
     if family.states.kinds:
         config[family.states.kinds_key] = _kinds(shapes, family.states, count)
     return config
@@ -193,8 +193,8 @@ _NEMOTRON = GgufFamily(
     {**TOP_NAMES, "output_norm": "model.norm_f"},
     _bare_of_space("mixer"),
     epsilon=Number(RMS_EPSILON, "layer_norm_epsilon"),
+    config=_nemotron,
     states=States(
-        _nemotron,
         {"ssm_in": LINEAR, "attn_q": FULL, "ffn_up_exps": "moe", "ffn_up": "mlp"},
         kinds_key="layers_block_type",
         may_guess=True,
@@ -217,7 +217,8 @@ _DELTA = GgufFamily(
         "ssm_out": "linear_attn.out_proj",
     },
     bare_names={"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"},
-    states=States(_delta, {"ssm_out": LINEAR, "attn_q": FULL}, may_guess=True),
+    config=_delta,
+    states=States({"ssm_out": LINEAR, "attn_q": FULL}, may_guess=True),
     partial_rope=True,
     norms_plus=1.0,
 )
@@ -244,7 +245,8 @@ STATEFUL: Mapping[str, GgufFamily] = {  # by `general.architecture`
         },
         {**TOP_NAMES, "output_norm": "model.final_layernorm"},
         {**_bare_of_space("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},  # which files have without `weight`
-        states=States(_falcon),
+        config=_falcon,
+        states=States(),
     ),
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
@@ -256,7 +258,8 @@ STATEFUL: Mapping[str, GgufFamily] = {  # by `general.architecture`
         },
         bare_names=_bare_of_space("mamba"),
         numbers=OF_GRANITE,
-        states=States(_granite, {"ssm_in": "mamba", "attn_q": "attention"}),
+        config=_granite,
+        states=States({"ssm_in": "mamba", "attn_q": "attention"}),
         experts=Experts(
             "GraniteMoeHybridForCausalLM",
             "block_sparse_moe",
@@ -268,7 +271,7 @@ STATEFUL: Mapping[str, GgufFamily] = {  # by `general.architecture`
         interleaved=True,
     ),
     "lfm2": GgufFamily(
-        "Lfm2ForCausalLM", _LFM2_NAMES, _LFM2_TOP, epsilon=_LFM2_EPSILON, states=States(_lfm2, _LFM2_KINDS)
+        "Lfm2ForCausalLM", _LFM2_NAMES, _LFM2_TOP, epsilon=_LFM2_EPSILON, config=_lfm2, states=States(_LFM2_KINDS)
     ),
     "lfm2moe": GgufFamily(
         "Lfm2MoeForCausalLM",
@@ -276,7 +279,8 @@ STATEFUL: Mapping[str, GgufFamily] = {  # by `general.architecture`
         _LFM2_TOP,
         {CHOOSING: "feed_forward.expert_bias"},
         epsilon=_LFM2_EPSILON,
-        states=States(_lfm2_moe, _LFM2_KINDS),
+        config=_lfm2_moe,
+        states=States(_LFM2_KINDS),
         experts=Experts(
             "Lfm2MoeForCausalLM",
             "feed_forward",

@@ -121,6 +121,8 @@ YARN_LENGTH = "rope.scaling.original_context_length"
             {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 1},
             r"glm4moe\.expert_gating_func: 1",
         ),
+        ("llama4", {"expert_count": 8, "attention.sliding_window": 0}, r"llama4\.attention\.sliding_window: 0"),
+        ("llama4", {}, r"llama4\.expert_count: missing"),
         ("olmoe", {"attention.clamp_kqv": 8.0}, r"olmoe\.attention\.clamp_kqv: 8\.0"),
         ("ernie4_5-moe", {"expert_count": 8, "expert_used_count": 9}, "moe_k: 9"),
         ("gpt-oss", {}, r"gpt-oss\.attention\.sliding_window: missing"),

@@ -42,7 +42,7 @@ STACKED = {  # by what their names end with: their parts, and what the parts' na
 # Routers, which the converter keeps in float32.
 ROUTERS = (
     *(f"{block}.gate.weight" for block in ("mlp", "mixer", "feed_forward")),
-    *("mlp.router.weight", "block_sparse_moe.router.weight"),
+    *("mlp.router.weight", "feed_forward.router.weight", "block_sparse_moe.router.weight"),
 )
 KERNELS = ("conv1d.weight", "conv.conv.weight")  # of convolutions, as well
 ALWAYS_FLOAT = re.compile(r"ffn_gate_inp|ssm_conv1d|shortconv\.conv|_norm\.")  # in files
@@ -98,6 +98,15 @@ def _ernie_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN40
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_count(config.moe_num_shared_experts)
     writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
+
+
+def _llama4(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _of_head(writer, config)
+    writer.add_feed_forward_length(config.intermediate_size_mlp)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
 
 
 def _bias_of_ernie(name: str, values: Array, _: Any) -> list[tuple[str, Array]]:  # noqa: ANN401
@@ -317,6 +326,9 @@ def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
 _IN_GROUPS_OF_32 = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 64}
 # llama.cpp takes shared experts to have the MLP's size over the number of KV heads, as in published models.
 _OF_ERNIE = {"intermediate_size": 256}
+# Of these llama.cpp knows no others.
+_OF_LLAMA_4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4}
+_LLAMA4_ROPE = {**LLAMA31_ROPE, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
 _LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CASES = {
     "deepseek2": zoo_case(
@@ -412,6 +424,18 @@ CASES = {
         MODEL_ARCH.HUNYUAN_DENSE, causal(HunYuanDenseV1Config, head_dim=16, rope_parameters=NTK_ROPE), _hunyuan
     ),
     "llama": Case(MODEL_ARCH.LLAMA, causal(LlamaConfig, attention_bias=True, mlp_bias=True), _of_head, permutes=True),
+    "llama4": zoo_case(MODEL_ARCH.LLAMA4, "llama4", _llama4, shape={**_OF_LLAMA_4, "rope_parameters": _LLAMA4_ROPE}),
+    "llama4-128": zoo_case(
+        MODEL_ARCH.LLAMA4,
+        "llama4",
+        _llama4,
+        shape={
+            **_OF_LLAMA_4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "num_local_experts": 128,
+            "use_qk_norm": False,
+        },
+    ),
     "mistral": Case(MODEL_ARCH.LLAMA, FAMILIES["mistral"], _mistral, permutes=True),
     "nemotron": zoo_case(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
     "olmo2": zoo_case(MODEL_ARCH.OLMO2, "olmo2"),
@@ -533,7 +557,9 @@ def _expansions(values: Array, config: Any) -> list[Array]:  # noqa: ANN401
 
 
 def _inputs_first(name: str, config: Any) -> bool:  # noqa: ANN401
-    return config.model_type == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return config.model_type in ("gpt_oss", "llama4_text") and name.endswith(
+        ("experts.gate_up_proj", "experts.down_proj")
+    )
 
 
 def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
@@ -610,7 +636,8 @@ def _factors(config: Any) -> Iterator[tuple[str, Array]]:  # noqa: ANN401
         half, original = _head_dim(config) // 2, rope["original_max_position_embeddings"]
         turns = original / (2 * np.pi * rope["rope_theta"] ** (np.arange(half) / half))
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        smooth = ((turns - low) / (high - low)).clip(0.0, 1.0)
+        with np.errstate(divide="ignore"):
+            smooth = ((turns - low) / (high - low)).clip(0.0, 1.0)
         yield "rope_freqs.weight", (1.0 / ((1.0 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
