@@ -9,6 +9,10 @@
 
 #include "products.h"
 
+#define UNIT_ROWS 16
+#define UNIT_INPUTS 32
+#define MOST_UNIT_ROWS (2 * UNIT_ROWS) /* whose sums the unit holds at once */
+
 static int may_use_matrix_unit; /* as the kernel says */
 static int has_matrix_unit;     /* and it is used */
 
@@ -18,9 +22,6 @@ static int has_matrix_unit;     /* and it is used */
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define UNIT_ROWS 16
-#define UNIT_INPUTS 32
-#define MOST_UNIT_ROWS (2 * UNIT_ROWS) /* whose sums the unit holds at once */
 #define REQUEST_PERMISSION 0x1023      /* of arch_prctl, for a part of a thread's state */
 #define TILE_DATA 18
 
@@ -48,9 +49,9 @@ static void configure_unit(int64_t rows) {
 /* Adds the products of 32 inputs. x_bytes: from row to row. */
 INLINE void add_on_unit(const char *weights, const char *x, int64_t x_bytes, const int has_others) {
     _tile_loadd(6, weights, 4 * TILE);
-    _tile_loadd(7, weights + 2 * TILE, 4 * TILE);
     _tile_loadd(4, x, x_bytes);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, weights + 2 * TILE, 4 * TILE);
     _tile_dpbf16ps(1, 4, 7);
     if (has_others) {
         _tile_loadd(5, x + UNIT_ROWS * x_bytes, x_bytes);

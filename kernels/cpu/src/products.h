@@ -8,6 +8,8 @@
 #ifndef PDSERVE_PRODUCTS_H
 #define PDSERVE_PRODUCTS_H
 
+#include <stddef.h>
+
 #include "activations.h"
 #include "calls.h"
 #include "vectors.h"
@@ -65,15 +67,58 @@ INLINE void finish_gated(
     store_up_to(to->out + row * to->out_stride * size_of(type), column, left, gated_of(to, gates, ups), type);
 }
 
-/* Writes one row of one tile. sums: [PARTS]. */
-INLINE void finish(const struct call *to, int64_t row, int64_t tile, const floats *sums, int type) {
-    if (to->after != GATED)
-        for (int part = 0; part < PARTS; part++)
-            finish_part(to, row, tile * TILE + part * LANES, sums[part], type);
+/* Rows of one tile. */
+INLINE void finish_rows(
+    const struct call *to, int64_t row, int64_t tile, const floats sums[][PARTS], int64_t rows, const int gated,
+    const int type
+) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int part = 0; part < (gated ? PARTS / 2 : PARTS); part++)
+            if (gated)
+                finish_gated(to, row + r, tile * HALF_TILE + part * LANES, tile * TILE + part * LANES, sums[r][part],
+                             sums[r][part + PARTS / 2], type);
+            else
+                finish_part(to, row + r, tile * TILE + part * LANES, sums[r][part], type);
+}
+
+/* The same where nothing comes after a tile's sums but a residual. */
+INLINE void add_rows(
+    const struct call *to, int64_t row, int64_t tile, const floats sums[][PARTS], int64_t rows, const int type
+) {
+    const char *residual = (const char *)to->residual + row * to->residual_stride * size_of(type);
+    char *out = (char *)to->out + row * to->out_stride * size_of(type);
+    for (int64_t r = 0; r < rows; r++, residual += to->residual_stride * size_of(type), out += to->out_stride * size_of(type))
+        for (int part = 0; part < PARTS; part++) {
+            floats sum = sums[r][part];
+            if (to->after == ADDED)
+                sum += load(residual, tile * TILE + part * LANES, type);
+            store(out, tile * TILE + part * LANES, sum, type);
+        }
+}
+
+INLINE void finish_in(
+    const struct call *to, int64_t row, int64_t tile, const floats sums[][PARTS], int64_t rows, const int type
+) {
+    const int is_bare = !to->bias && to->activation == NO_ACTIVATION && to->scale == 1.0 && to->cap == 0;
+    if (to->after == GATED)
+        finish_rows(to, row, tile, sums, rows, 1, type);
+    else if (is_bare && (tile + 1) * TILE <= to->width)
+        add_rows(to, row, tile, sums, rows, type);
     else
-        for (int part = 0; part < PARTS / 2; part++)
-            finish_gated(to, row, tile * HALF_TILE + part * LANES, tile * TILE + part * LANES, sums[part],
-                         sums[part + PARTS / 2], type);
+        finish_rows(to, row, tile, sums, rows, 0, type);
+}
+
+/* Writes rows of one tile. sums: [rows][PARTS]. Kept out of `multiply`, of which there are as many as there are counts of
+ * rows. */
+static __attribute__((noinline, unused)) void finish(
+    const struct call *call, int64_t row, int64_t tile, const floats sums[][PARTS], int64_t rows
+) {
+    struct call to; /* which no store can change */
+    memcpy(&to, call, offsetof(struct call, taken));
+    if (to.out_type == FLOAT32)
+        finish_in(&to, row, tile, sums, rows, FLOAT32);
+    else
+        finish_in(&to, row, tile, sums, rows, BFLOAT16);
 }
 
 /* Multiplies a row that was looked up, in its own type. */

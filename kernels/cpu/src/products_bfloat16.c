@@ -5,8 +5,6 @@
  * to MOST_ROWS rows at once.
  */
 
-#include <stddef.h>
-
 #include "fp8.h"
 #include "matrix_unit.h"
 #include "products.h"
@@ -21,14 +19,6 @@
 #define SCALES_BYTES (TILE * 4)
 #define NEAR_INPUTS 1024 /* on a matrix unit: a block's rows of so many stay in a core's cache */
 #define NEAR_TILES 8     /* while so many tiles pass by */
-
-/* Kept out of `multiply`, of which there are as many as there are counts of rows. */
-static __attribute__((noinline)) void finish_row(const struct call *to, int64_t row, int64_t tile, const floats *sums) {
-    if (to->out_type == FLOAT32)
-        finish(to, row, tile, sums, FLOAT32);
-    else
-        finish(to, row, tile, sums, BFLOAT16);
-}
 
 /* Puts into sums [rows][parts] the products of `count` inputs; weights: of the first pair. ahead: from there to what is
  * asked for early, or 0. bytes: of a weight. */
@@ -78,26 +68,16 @@ INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const i
         for (int i = 0; i < rows * parts; i++)
             sums[i / parts][first + i % parts] = some[i];
     }
-    for (int r = 0; r < rows; r++)
-        finish_row(call, row + r, tile, sums[r]);
+    finish(call, row, tile, sums, rows);
 }
 
 #if defined(HAS_MATRIX_UNIT)
-static void finish_sums(const struct call *call, int64_t row, int64_t tile, const float *sums, int64_t rows) {
-    for (int64_t r = 0; r < rows; r++, sums += TILE) {
-        floats parts[PARTS];
-        for (int part = 0; part < PARTS; part++)
-            parts[part] = load_float32(sums + part * LANES);
-        finish_row(call, row + r, tile, parts);
-    }
-}
-
 /* Multiplies rows of a block with tiles that follow one another, on the matrix unit. */
 static void multiply_on_unit(const struct call *call, int64_t row, int64_t tile, int64_t rows, int64_t num_tiles) {
-    const int64_t inputs = call->inputs, tile_bytes = inputs * TILE * 2;
+    const int64_t inputs = call->inputs, tile_bytes = inputs * TILE * 2, is_near = inputs <= NEAR_INPUTS;
     const char *weights = (const char *)call->weights + tile * tile_bytes;
     const uint16_t *x = (const uint16_t *)call->x + row * call->x_stride;
-    float sums[NEAR_TILES][BLOCK_ROWS][TILE] __attribute__((aligned(64)));
+    floats room[is_near ? 1 : NEAR_TILES][is_near ? MOST_UNIT_ROWS : BLOCK_ROWS][PARTS];
     struct unit_inputs of = {.x_stride = call->x_stride, .ahead = rows <= STREAMED_ROWS ? tile_bytes : 0};
     int64_t configured = 0;
     for (int64_t input = 0; input < inputs; input += NEAR_INPUTS) {
@@ -106,16 +86,17 @@ static void multiply_on_unit(const struct call *call, int64_t row, int64_t tile,
         for (int64_t place = 0; place < num_tiles; place++) {
             of.weights = weights + place * tile_bytes + input * TILE * 2;
             for (int64_t first = 0; first < rows; first += MOST_UNIT_ROWS) {
+                floats(*sums)[PARTS] = is_near ? room[0] : room[place] + first;
                 of.x = x + first * call->x_stride + input;
                 of.rows = rows - first < MOST_UNIT_ROWS ? rows - first : MOST_UNIT_ROWS;
                 if (of.rows != configured)
                     configure_unit(configured = of.rows);
                 if (of.rows > UNIT_ROWS)
-                    sum_on_unit(sums[place][first], &of, 1);
+                    sum_on_unit((float *)sums, &of, 1);
                 else
-                    sum_on_unit(sums[place][first], &of, 0);
+                    sum_on_unit((float *)sums, &of, 0);
                 if (input + of.count == inputs)
-                    finish_sums(call, row + first, tile + place, sums[place][first], of.rows);
+                    finish(call, row + first, tile + place, sums, of.rows);
             }
         }
     }
@@ -201,8 +182,7 @@ static void multiply_fp8(const struct call *call, int64_t row, int64_t tile, int
             }
         }
     }
-    for (int64_t r = 0; r < rows; r++)
-        finish_row(call, row + r, tile, sums[r]);
+    finish(call, row, tile, sums, rows);
 }
 
 /* Whether products take no longer than float32's, as far as that was measured. */
@@ -220,11 +200,17 @@ int64_t pdserve_has_matrix_unit(void) { return has_matrix_unit; }
 /* Leaves it, or takes it again, where there is one; to measure and to test. */
 void pdserve_use_matrix_unit(int64_t wanted) { has_matrix_unit = wanted && may_use_matrix_unit; }
 
-int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return units_of(call, rows, MOST_ROWS); }
+/* How many rows a stream of weights serves at once. */
+INLINE int64_t most_rows(const struct call *call) {
+    return has_matrix_unit && call->bits != 8 ? MOST_UNIT_ROWS : MOST_ROWS;
+}
+
+int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return units_of(call, rows, most_rows(call)); }
 
 /* inputs: an even number, at most 32,768; weights: as above. */
 void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
-    const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
+    const int64_t tiles = tiles_of(call), most = most_rows(call);
+    const int64_t parts = parts_of(rows, most), parts_of_block = BLOCK_ROWS / most;
     for (int64_t unit = begin, count = 1; unit < end; unit += count) {
         const int64_t part = unit / tiles * parts_of_block, after = part + parts_of_block, tile = unit % tiles;
         const int64_t row = part * rows / parts, last = (after < parts ? after : parts) * rows / parts;

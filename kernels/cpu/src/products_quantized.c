@@ -25,16 +25,6 @@
 
 INLINE int64_t block_bytes(int bits) { return BLOCK * TILE * bits / 8 + 2 * SCALES_BYTES; }
 
-/* Kept out of `multiply`, of which there are as many as there are counts of rows. */
-static __attribute__((noinline)) void finish_row(
-    const struct call *call, int64_t row, int64_t tile, const floats *sums
-) {
-    if (call->out_type == FLOAT32)
-        finish(call, row, tile, sums, FLOAT32);
-    else
-        finish(call, row, tile, sums, BFLOAT16);
-}
-
 struct tile {
     const uint8_t *weights;
     const int8_t *x;
@@ -101,8 +91,7 @@ INLINE void multiply(
     floats sums[MOST_ROWS > WIDE_ROWS ? MOST_ROWS : WIDE_ROWS][PARTS];
     for (int first = 0; first < PARTS; first += parts)
         sum_parts(sums, &at, first, rows, parts, bits, fp4, input_bits);
-    for (int r = 0; r < rows; r++)
-        finish_row(coded->call, row + r, tile, sums[r]);
+    finish(coded->call, row, tile, sums, rows);
 }
 
 #define CASE(rows) \

@@ -77,13 +77,18 @@ INLINE floats load_float16(const void *from) {
 #endif
 }
 
-/* Rounds to the nearest, ties to even; NaN stays NaN. */
+/* Rounds to the nearest, ties to even; NaN stays NaN. Where there is an instruction, what is below a normal number
+ * becomes 0. */
 INLINE halfwords to_bfloat16(floats value) {
+#if defined(__AVX512BF16__)
+    return (halfwords)_mm512_cvtneps_pbh((__m512)value);
+#else
     words bits = (words)value;
     words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     ints is_nan = value != value;
     rounded = (rounded & (words)~is_nan) | ((words)is_nan & 0x7fc0);
     return __builtin_convertvector(rounded, halfwords);
+#endif
 }
 
 INLINE void store_bfloat16(uint16_t *to, floats value) {
