@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
+from pdserve.kernels.cpu.layers import has_matrix_unit
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.protocol.kvlayout import KvCode
@@ -237,11 +238,11 @@ def serves(head_dim: int, dtype: torch.dtype, latent_heads: int | None = None) -
     return fits and head_dim % LANES == 0 and 0 < head_dim <= most and dtype in DTYPES
 
 
-def serves_chunks(head_dim: int, group: int, dtype: torch.dtype, *, latent: bool = False) -> bool:
-    """Say whether the library is fastest for chunks of several tokens, too: torch is where it has matrix units."""
+def serves_chunks(loaded: ctypes.CDLL, head_dim: int, group: int, dtype: torch.dtype, *, latent: bool = False) -> bool:
+    """Say whether the library is fastest for chunks, too: torch is where it alone knows a matrix unit."""
     has_room = latent or (group <= MAX_GROUP and head_dim * group <= MAX_GROUP_DIM)
     fits = head_dim % 32 == 0 and has_room and dtype == torch.bfloat16
-    return fits and not torch.cpu._is_amx_tile_supported()
+    return fits and (has_matrix_unit(loaded) or not torch.cpu._is_amx_tile_supported())
 
 
 def _blocks(chunks: Chunks, tokens: int) -> Ints:

@@ -278,7 +278,7 @@ def compiled_attention(config: ModelConfig, rows: KvRows) -> Callable[[LayerKind
     if isinstance(loaded, Missing) or config.attends_in_torch or not serves_rows:
         return None
     with_chunks = all(
-        serves_chunks(each.head_dim, each.num_heads // each.num_kv_heads, rows.dtype, latent=config.is_latent)
+        serves_chunks(loaded, each.head_dim, each.num_heads // each.num_kv_heads, rows.dtype, latent=config.is_latent)
         for each in kinds
     )
     return partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)

@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from long_cases import long
 
 from pdserve.kernels.cpu.build import CPU_INFO, FLAGS, NATIVE, SOURCES, Missing
 from pdserve.kernels.cpu.calls import Immediate
+from pdserve.kernels.cpu.layers import has_matrix_unit, use_matrix_unit
 from pdserve.kernels.cpu.library import library
 
 
@@ -17,6 +19,16 @@ def loaded() -> ctypes.CDLL:
     found = library()
     assert not isinstance(found, Missing), found
     return found
+
+
+@pytest.fixture(scope="module", params=["as it is", "vectors"])
+def either(loaded: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+    """Return the library as the processor has it, then without its matrix unit."""
+    if request.param == "vectors" and not has_matrix_unit(loaded):
+        pytest.skip("this processor has vectors alone")
+    use_matrix_unit(loaded, wanted=request.param != "vectors")
+    yield loaded
+    use_matrix_unit(loaded, wanted=True)
 
 
 @pytest.fixture(scope="session")

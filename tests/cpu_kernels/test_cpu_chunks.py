@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from wider_pools import LAID_OUT
 
+from pdserve.kernels.cpu import attention
 from pdserve.kernels.cpu.attention import Chunks, HeadWeights, PagedAttention, Rows, Scoring, serves_chunks
 from pdserve.kernels.cpu.calls import Immediate
 
@@ -91,9 +92,9 @@ def checked(loaded: ctypes.CDLL, prompts: Prompts, window: int | None = None) ->
     ],
 )
 def test_each_token_is_the_formula_over_what_it_sees(
-    loaded: ctypes.CDLL, head_dim: int, heads: tuple[int, int], page_size: int
+    either: ctypes.CDLL, head_dim: int, heads: tuple[int, int], page_size: int
 ) -> None:
-    checked(loaded, Prompts(head_dim, heads, page_size, SPANS))
+    checked(either, Prompts(head_dim, heads, page_size, SPANS))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -175,15 +176,22 @@ def test_chunks_that_do_not_fit_are_refused_by_name(loaded: ctypes.CDLL) -> None
             paged.plan([torch.ones(40, 64)], targets, rows, chunks)
 
 
-def test_heads_that_share_more_than_a_stack_holds_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_share_more_than_a_stack_holds_are_not_served(
+    loaded: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert serves_chunks(256, 16, torch.bfloat16)
-    assert not serves_chunks(256, 17, torch.bfloat16)
-    assert not serves_chunks(32, 65, torch.bfloat16)
-    assert not serves_chunks(80, 1, torch.bfloat16)
-    assert not serves_chunks(64, 1, torch.float32)
+    assert serves_chunks(loaded, 256, 16, torch.bfloat16)
+    assert not serves_chunks(loaded, 256, 17, torch.bfloat16)
+    assert not serves_chunks(loaded, 32, 65, torch.bfloat16)
+    assert not serves_chunks(loaded, 80, 1, torch.bfloat16)
+    assert not serves_chunks(loaded, 64, 1, torch.float32)
 
 
-def test_processors_with_matrix_units_take_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("head_dim", "group", "latent"), [(64, 3, False), (576, 128, True)])
+def test_torch_attends_where_it_alone_knows_a_matrix_unit(
+    loaded: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, latent: bool
+) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not serves_chunks(64, 3, torch.bfloat16)
+    for known in (True, False):
+        monkeypatch.setattr(attention, "has_matrix_unit", lambda _, known=known: known)
+        assert serves_chunks(loaded, head_dim, group, torch.bfloat16, latent=latent) == known

@@ -173,9 +173,7 @@ def test_rows_of_other_shapes_are_refused_by_name(loaded: ctypes.CDLL) -> None:
     assert not serves(1040, torch.bfloat16, latent_heads=1)
 
 
-def test_processors_with_matrix_units_take_torchs_attention_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_latents_may_be_wider_than_heads(loaded: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert serves_chunks(576, 128, torch.bfloat16, latent=True)
-    assert not serves_chunks(576, 128, torch.bfloat16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not serves_chunks(576, 128, torch.bfloat16, latent=True)
+    assert serves_chunks(loaded, 576, 128, torch.bfloat16, latent=True)
+    assert not serves_chunks(loaded, 576, 128, torch.bfloat16)

@@ -1,7 +1,6 @@
 """Compiled products of bfloat16 give what float64 gives, each row by itself."""
 
 import ctypes
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -17,7 +16,6 @@ from pdserve.kernels.cpu.layers import (
     Finish,
     HeadTiles,
     Tiles,
-    has_matrix_unit,
     interleaved,
     look_up,
     multiply,
@@ -25,7 +23,6 @@ from pdserve.kernels.cpu.layers import (
     tiled,
     tiled_fp8,
     tiled_gate_up,
-    use_matrix_unit,
 )
 
 SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576), (300, 1100)]
@@ -44,14 +41,9 @@ class Products:
         return multiply(self.calls, x, tiles, None if residual is None else residual.clone(), finish=finish)
 
 
-@pytest.fixture(scope="module", params=["as it is", "vectors"])
-def products(loaded: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[Products]:
-    if request.param == "vectors":
-        if not has_matrix_unit(loaded):
-            pytest.skip("this processor has vectors alone")
-        use_matrix_unit(loaded, wanted=False)
-    yield Products(loaded)
-    use_matrix_unit(loaded, wanted=True)
+@pytest.fixture(scope="module")
+def products(either: ctypes.CDLL) -> Products:
+    return Products(either)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

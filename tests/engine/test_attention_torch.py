@@ -70,7 +70,7 @@ def compiled(config: ModelConfig, kind: LayerKind) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
     with_chunks = kind.rows.dtype == torch.bfloat16
-    if with_chunks and not serves_chunks(kind.rows.head_dim, 3, kind.rows.dtype):
+    if with_chunks and not serves_chunks(loaded, kind.rows.head_dim, 3, kind.rows.dtype):
         pytest.skip("this processor has matrix units: torch attends")
     return CompiledAttention(Immediate(loaded), config, kind, with_chunks=with_chunks)
 

@@ -79,7 +79,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
                 const char *query = qkv + (of * width + block->kv_head * group + head) * dim * 2;
                 queries[row] = widened(room[row], (const uint16_t *)query, dim);
             }
-            const struct queries of = {queries, block->count, 1, position};
+            const struct queries of = {queries, block->count, 1, width * dim, position};
             attend_keys(sums + head * TOKENS * dim, so_far[head], step, &of, &rows, dim, dim);
         }
     }

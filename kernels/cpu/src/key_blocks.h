@@ -6,6 +6,7 @@
 #define PDSERVE_KEY_BLOCKS_H
 
 #include "attention.h"
+#include "unit_tiles.h"
 
 #define KEYS 64
 #define ROWS 4 /* queries that one stream of keys or values serves at once */
@@ -127,10 +128,10 @@ INLINE floats store_rounded(element *to, floats total, floats first, floats last
 INLINE float weigh_keys(
     element *weights, floats *scores, const struct step *step, int64_t begin, int64_t end, state *so_far
 ) {
-    const float cap = (float)step->soft_cap, scale = (float)step->scale * (cap > 0 ? 1.0f : LOG2E);
+    const float cap = (float)step->soft_cap, scale = cap > 0 ? LOG2E : (float)step->scale * LOG2E; /* above 0 */
     floats most = splat(-INFINITY);
-    for (int v = 0; v < KEYS / LANES; v++)
-        scores[v] = cap > 0 ? soft_capped(scores[v] * scale, cap) * LOG2E : scores[v] * scale;
+    for (int v = 0; cap > 0 && v < KEYS / LANES; v++)
+        scores[v] = soft_capped(scores[v] * (float)step->scale, cap);
     if (begin > 0 || end < KEYS) {
         ints count;
         for (int lane = 0; lane < LANES; lane++)
@@ -142,15 +143,15 @@ INLINE float weigh_keys(
     }
     for (int v = 0; v < KEYS / LANES; v++)
         most = larger(most, scores[v]);
-    float block = max_of(most), before = so_far->peak;
+    float block = max_of(most) * scale, before = so_far->peak;
     if (block > before)
         so_far->peak = block;
     float highest = so_far->peak == -INFINITY ? 0.0f : so_far->peak;
     float factor = before == so_far->peak ? 1.0f : exp2f(before - highest);
     floats total = so_far->total * factor;
     for (int v = 0; v < KEYS / LANES; v += 2)
-        total = store_rounded(weights + v * LANES, total, exp2_of_negative(scores[v] - highest),
-                              exp2_of_negative(scores[v + 1] - highest));
+        total = store_rounded(weights + v * LANES, total, exp2_of_negative(scores[v] * scale - highest),
+                              exp2_of_negative(scores[v + 1] * scale - highest));
     so_far->total = total;
     return factor;
 }
@@ -160,6 +161,7 @@ INLINE float weigh_keys(
 struct queries {
     const element *const *rows;
     int64_t count, per_token;
+    int64_t stride; /* elements from row to row */
     int64_t position; /* of the first token */
 };
 
@@ -171,13 +173,122 @@ struct seen {
     int64_t begin; /* the first key's position */
 };
 
+/* Turns scores of one query for a block of keys into weights; returns as `weigh_keys` does. row: of the queries. */
+INLINE float weigh_row(
+    element *weights, floats *scores, state *so_far, const struct step *step, const struct queries *of,
+    const struct seen *seen, int64_t row
+) {
+    const int64_t end = of->position + row / of->per_token + 1 - seen->begin, begin = step->window ? end - step->window : 0;
+    for (int v = 0; seen->scales && v < KEYS / LANES; v++)
+        scores[v] *= load_float32(seen->scales + v * LANES);
+    const float factor = weigh_keys(weights, scores, step, begin, end < KEYS ? end : KEYS, so_far);
+    for (int64_t key = 0; seen->scales && key < KEYS; key += LANES)
+        store(weights, key, load(weights, key, ELEMENT) * load_float32(seen->scales + KEYS + key), ELEMENT);
+    return factor;
+}
+
+#if defined(HAS_MATRIX_UNIT)
+
+#define UNIT_QUERIES 64 /* whose scores lie in a core's nearest cache */
+
+/* Scores of up to UNIT_ROWS queries, of which the unit's registers have as many rows: [queries][KEYS]. */
+INLINE void score_on_unit(float *scores, const uint16_t *queries, int64_t stride, const uint32_t *keys, int64_t dim) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < dim; d += UNIT_INPUTS, keys += UNIT_INPUTS / 2 * KEYS) {
+        _tile_loadd(4, queries + d, 2 * stride);
+        _tile_loadd(5, keys, 4 * KEYS);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, keys + 16, 4 * KEYS);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(7, keys + 32, 4 * KEYS);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, keys + 48, 4 * KEYS);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, scores, 4 * KEYS);
+    _tile_stored(1, scores + 16, 4 * KEYS);
+    _tile_stored(2, scores + 32, 4 * KEYS);
+    _tile_stored(3, scores + 48, 4 * KEYS);
+}
+
+/* Adds values of the first keys, by their weights, to sums [queries][value_dim]. count: of these keys. */
+INLINE void add_values_on_unit(
+    float *sums, const uint16_t weights[][KEYS], const uint32_t *values, int64_t value_dim, int64_t count
+) {
+    for (int64_t d = 0; d < value_dim; d += 32) {
+        _tile_loadd(0, sums + d, 4 * value_dim);
+        _tile_loadd(1, sums + d + 16, 4 * value_dim);
+        for (int64_t key = 0; key < count; key += UNIT_INPUTS) {
+            _tile_loadd(4, weights[0] + key, 2 * KEYS);
+            _tile_loadd(5, values + key / 2 * value_dim + d, 4 * value_dim);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, values + key / 2 * value_dim + d + 16, 4 * value_dim);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        _tile_stored(0, sums + d, 4 * value_dim);
+        _tile_stored(1, sums + d + 16, 4 * value_dim);
+    }
+}
+
+/* Gives the registers of `score_on_unit` and `add_values_on_unit` rows for the queries from `row` on; returns how many. */
+INLINE int64_t configure_for_queries(int64_t row, int64_t count, int64_t *configured) {
+    const uint8_t rows = count - row < UNIT_ROWS ? count - row : UNIT_ROWS;
+    if (rows != *configured)
+        configure_tiles((const uint8_t[]){rows, rows, rows, rows, rows, UNIT_ROWS, UNIT_ROWS, UNIT_ROWS});
+    return *configured = rows;
+}
+
+/* As `attend_keys`, on the matrix unit. Scores of several registers' queries are made one after the other, and so are
+ * weights, since the unit is late with what it stores. */
+INLINE void attend_keys_on_unit(
+    float *sums, state *so_far, const struct step *step, const struct queries *of, const struct seen *seen, int64_t dim,
+    int64_t value_dim
+) {
+    int64_t configured = 0;
+    for (int64_t first = 0; first < of->count; first += UNIT_QUERIES) {
+        const int64_t end = first + UNIT_QUERIES < of->count ? first + UNIT_QUERIES : of->count;
+        floats scores[UNIT_QUERIES][KEYS / LANES];
+        element weights[UNIT_QUERIES][KEYS] __attribute__((aligned(64)));
+        for (int64_t row = first; row < end; row += configured) {
+            configure_for_queries(row, end, &configured);
+            score_on_unit((float *)scores[row - first], of->rows[row], of->stride, seen->keys, dim);
+        }
+        for (int64_t row = first; row < end; row++) {
+            const float factor = weigh_row(weights[row - first], scores[row - first], &so_far[row], step, of, seen, row);
+            for (int64_t d = 0; factor != 1.0f && d < value_dim; d += LANES) {
+                float *sum = sums + row * value_dim + d;
+                store_float32(sum, load_float32(sum) * factor);
+            }
+        }
+        __asm__ volatile("" ::: "memory"); /* GCC does not see that the unit reads them */
+        for (int64_t row = first; row < end; row += configured) {
+            configure_for_queries(row, end, &configured);
+            const int64_t last = of->position + (row + configured - 1) / of->per_token + 1 - seen->begin; /* seen by none */
+            add_values_on_unit(sums + row * value_dim, weights + row - first, seen->values, value_dim,
+                               last < KEYS ? last : KEYS);
+        }
+        __asm__ volatile("" ::: "memory");
+    }
+    _tile_release();
+}
+
+#else
+#define attend_keys_on_unit(...) (void)0
+#endif
+
 /* Scores and weights of queries for one block of keys, and the values summed by them. sums: [count, value_dim]; both it
  * and so_far have room for a multiple of ROWS. */
 INLINE void attend_keys(
     float *sums, state *so_far, const struct step *step, const struct queries *of, const struct seen *seen, int64_t dim,
     int64_t value_dim
 ) {
-    const int64_t window = step->window;
+    if (pdserve_has_matrix_unit()) {
+        attend_keys_on_unit(sums, so_far, step, of, seen, dim, value_dim);
+        return;
+    }
     for (int64_t row = 0; row < of->count; row += ROWS) {
         floats scores[ROWS][KEYS / LANES];
         element weights[ROWS][KEYS];
@@ -192,16 +303,12 @@ INLINE void attend_keys(
                            seen->ahead && first == 0 && row < KEYS / 4 ? seen->ahead + row / ROWS * 16 : NULL);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
-                    scores[r][first + v] =
-                        seen->scales ? parts[r][v] * load_float32(seen->scales + (first + v) * LANES) : parts[r][v];
+                    scores[r][first + v] = parts[r][v];
         }
         int64_t last = of->position + (row + ROWS - 1) / of->per_token + 1 - seen->begin; /* seen by none: weights are 0 */
         const int64_t weighed = (last < KEYS ? last + 1 : KEYS) / 2;
         for (int r = 0; r < ROWS; r++) {
-            int64_t end = of->position + (row + r) / of->per_token + 1 - seen->begin, begin = window ? end - window : 0;
-            factors[r] = weigh_keys(weights[r], scores[r], step, begin, end < KEYS ? end : KEYS, &so_far[row + r]);
-            for (int64_t key = 0; seen->scales && key < KEYS; key += LANES)
-                store(weights[r], key, load(weights[r], key, ELEMENT) * load_float32(seen->scales + KEYS + key), ELEMENT);
+            factors[r] = weigh_row(weights[r], scores[r], &so_far[row + r], step, of, seen, row + r);
             weight_rows[r] = weights[r];
         }
         for (int64_t d = 0; d < value_dim; d += VECTORS * LANES) {

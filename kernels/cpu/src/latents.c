@@ -17,13 +17,14 @@ static void attend_tokens(
 ) {
     const struct step *step = call->step;
     const int64_t heads = step->num_heads, count = tokens->count * heads, dim = step->head_dim, values = step->value_dim;
-    element room[padded(count)][WIDENED(dim)];
+    element room[padded(count)][dim]; /* at equal distances, as a matrix unit takes them */
     const element *queries[padded(count)];
     uint32_t columns[dim / 2 * KEYS], interleaved[KEYS / 2 * values];
     for (int64_t row = 0; row < padded(count); row++) {
         const int64_t of = row < count ? row : count - 1, token = tokens->first + of / heads;
         const uint16_t *query = (const uint16_t *)call->x + (token * (heads + 1) + of % heads) * dim;
-        queries[row] = widened(room[row], query, dim);
+        const element *elements = widened(room[row], query, dim);
+        queries[row] = elements == room[row] ? elements : memcpy(room[row], elements, dim * sizeof *elements);
         so_far[row] = (state){splat(0.0f), -INFINITY};
     }
     memset(sums, 0, padded(count) * values * sizeof *sums);
@@ -37,7 +38,7 @@ static void attend_tokens(
             for (int64_t pair = 0; pair < dim / 2; pair += 16)
                 transpose_pairs(columns + pair * KEYS + key, at + key, 4 * pair);
         interleave_values(interleaved, at, 0, values);
-        const struct queries of = {queries, count, heads, tokens->position};
+        const struct queries of = {queries, count, heads, dim, tokens->position};
         const struct seen seen = {columns, interleaved, next, NULL, begin};
         attend_keys(sums, so_far, step, &of, &seen, dim, values);
     }

@@ -8,42 +8,16 @@
 #define PDSERVE_MATRIX_UNIT_H
 
 #include "products.h"
+#include "unit_tiles.h"
 
-#define UNIT_ROWS 16
-#define UNIT_INPUTS 32
 #define MOST_UNIT_ROWS (2 * UNIT_ROWS) /* whose sums the unit holds at once */
 
-static int may_use_matrix_unit; /* as the kernel says */
-static int has_matrix_unit;     /* and it is used */
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define HAS_MATRIX_UNIT
-
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define REQUEST_PERMISSION 0x1023      /* of arch_prctl, for a part of a thread's state */
-#define TILE_DATA 18
-
-__attribute__((constructor)) static void ask_for_matrix_unit(void) {
-    may_use_matrix_unit = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    has_matrix_unit = may_use_matrix_unit;
-}
+#if defined(HAS_MATRIX_UNIT)
 
 /* Registers 0 and 1 hold the sums of the first 16 rows, 2 and 3 those of the others; 4 and 5 their inputs; 6 and 7 weights. */
 static void configure_unit(int64_t rows) {
-    struct {
-        uint8_t palette, start, unused[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } of = {.palette = 1};
     const uint8_t first = rows < UNIT_ROWS ? rows : UNIT_ROWS, others = rows - first;
-    const uint8_t counts[] = {first, first, others, others, first, others, UNIT_ROWS, UNIT_ROWS};
-    for (int i = 0; i < 8; i++) {
-        of.rows[i] = counts[i];
-        of.row_bytes[i] = counts[i] ? 64 : 0;
-    }
-    _tile_loadconfig(&of);
+    configure_tiles((const uint8_t[]){first, first, others, others, first, others, UNIT_ROWS, UNIT_ROWS});
 }
 
 /* Adds the products of 32 inputs. x_bytes: from row to row. */

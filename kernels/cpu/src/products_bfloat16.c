@@ -9,6 +9,11 @@
 #include "matrix_unit.h"
 #include "products.h"
 
+#if defined(HAS_MATRIX_UNIT)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #if defined(HAS_PAIRS)
 #define MOST_ROWS 12
 #else
@@ -71,7 +76,18 @@ INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const i
     finish(call, row, tile, sums, rows);
 }
 
+static int may_use_matrix_unit; /* as the kernel says */
+static int has_matrix_unit;     /* and it is used */
+
 #if defined(HAS_MATRIX_UNIT)
+#define REQUEST_PERMISSION 0x1023 /* of arch_prctl, for a part of a thread's state */
+#define TILE_DATA 18
+
+__attribute__((constructor)) static void ask_for_matrix_unit(void) {
+    may_use_matrix_unit = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    has_matrix_unit = may_use_matrix_unit;
+}
+
 /* Multiplies rows of a block with tiles that follow one another, on the matrix unit. */
 static void multiply_on_unit(const struct call *call, int64_t row, int64_t tile, int64_t rows, int64_t num_tiles) {
     const int64_t inputs = call->inputs, tile_bytes = inputs * TILE * 2, is_near = inputs <= NEAR_INPUTS;
@@ -194,7 +210,6 @@ int64_t pdserve_multiplies_bfloat16(void) {
 #endif
 }
 
-/* Whether products of bfloat16 are the matrix unit's. */
 int64_t pdserve_has_matrix_unit(void) { return has_matrix_unit; }
 
 /* Leaves it, or takes it again, where there is one; to measure and to test. */
