@@ -248,6 +248,7 @@ INLINE void attend_keys_on_unit(
     int64_t value_dim
 ) {
     int64_t configured = 0;
+    finish_writes(seen->keys);
     for (int64_t first = 0; first < of->count; first += UNIT_QUERIES) {
         const int64_t end = first + UNIT_QUERIES < of->count ? first + UNIT_QUERIES : of->count;
         floats scores[UNIT_QUERIES][KEYS / LANES];
@@ -263,14 +264,13 @@ INLINE void attend_keys_on_unit(
                 store_float32(sum, load_float32(sum) * factor);
             }
         }
-        __asm__ volatile("" ::: "memory"); /* GCC does not see that the unit reads them */
+        finish_writes(weights);
         for (int64_t row = first; row < end; row += configured) {
             configure_for_queries(row, end, &configured);
-            const int64_t last = of->position + (row + configured - 1) / of->per_token + 1 - seen->begin; /* seen by none */
+            const int64_t last = of->position + (row + configured - 1) / of->per_token + 1 - seen->begin; /* keys seen */
             add_values_on_unit(sums + row * value_dim, weights + row - first, seen->values, value_dim,
                                last < KEYS ? last : KEYS);
         }
-        __asm__ volatile("" ::: "memory");
     }
     _tile_release();
 }

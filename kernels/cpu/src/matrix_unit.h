@@ -40,7 +40,7 @@ static void add_last_on_unit(const char *weights, const char *x, int64_t x_bytes
     memcpy(pairs, weights, count * 2 * TILE);
     for (int64_t row = 0; row < rows; row++)
         memcpy(from[row], x + row * x_bytes, count * 2);
-    __asm__ volatile("" ::: "memory"); /* GCC does not see that the unit reads them */
+    finish_writes(pairs);
     if (rows > UNIT_ROWS)
         add_on_unit(pairs, from[0], sizeof from[0], 1);
     else

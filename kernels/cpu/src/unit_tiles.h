@@ -14,6 +14,9 @@ int64_t pdserve_has_matrix_unit(void);
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_MATRIX_UNIT
 
+/* Before the unit reads what was written here, or anywhere else: GCC does not see that it reads. */
+INLINE void finish_writes(const void *here) { __asm__ volatile("" ::"r"(here) : "memory"); }
+
 /* Gives each register so many rows, and zeros. */
 INLINE void configure_tiles(const uint8_t rows[8]) {
     struct {
@@ -25,6 +28,7 @@ INLINE void configure_tiles(const uint8_t rows[8]) {
         of.rows[i] = rows[i];
         of.row_bytes[i] = rows[i] ? 64 : 0;
     }
+    finish_writes(&of);
     _tile_loadconfig(&of);
 }
 
